@@ -1,0 +1,35 @@
+# `make train` and `make test` are all a new machine needs: each makes .venv and installs requirements.txt once.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: train test quick lint campaign clean
+
+train: $(STAMP)
+	$(BIN)/accelerate launch train.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Hours, not minutes: several seeds of the default recipe, and peers side by side. Results go to bench/results/.
+campaign: $(STAMP)
+	$(BIN)/python bench/campaign.py $(ARGS)
+
+clean:
+	rm -rf .venv runs
+
+# One pip call; the stamp is written last, so an interrupted install is done again and a finished one never.
+$(STAMP): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "a C++ compiler is needed (Debian: apt-get install g++)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@

@@ -1,0 +1,139 @@
+"""The sampler against `model.generate`, logprobs included on both sides: tokens per second, side by side.
+
+Three shapes on a Qwen3-architecture model with random weights, no EOS, so that both draw the same number of tokens:
+  batch    64 prompts of 16 tokens, 64 new tokens
+  group    one prompt of 512 tokens, 16 samples, 16 new tokens
+  recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (the default recipe's model)
+Each repeat runs every peer once, in turn; the medians are compared. `generate` returns the logits of each step, and the
+logprobs are gathered from them at the end (the cheapest way it has).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from rl.sampler import Engine, Request, make_decoder  # noqa: E402
+from rl.types import SamplingParams  # noqa: E402
+
+BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+MODEL_085M = dict(vocab_size=512, hidden_size=160, intermediate_size=320, num_hidden_layers=3, num_attention_heads=5,
+                  num_key_value_heads=5, head_dim=32)  # fmt: skip
+MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=4, head_dim=32)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    model: dict
+    prompts: int
+    prompt_tokens: int
+    samples: int
+    new_tokens: int
+
+
+SHAPES = (
+    Shape("batch", MODEL_085M, 64, 16, 1, 64),
+    Shape("group", MODEL_085M, 1, 512, 16, 16),
+    Shape("recipe", MODEL_RECIPE, 64, 6, 8, 4),
+)
+
+
+def with_generate(model: Qwen3ForCausalLM, ids: torch.Tensor, shape: Shape) -> int:
+    """Sample with `generate`; the number of tokens back."""
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            num_return_sequences=shape.samples, min_new_tokens=shape.new_tokens, max_new_tokens=shape.new_tokens,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        tokens = out.sequences[:, ids.shape[1] :]
+        logprobs = torch.stack(out.logits, dim=1).log_softmax(-1).gather(2, tokens[..., None])
+    return logprobs.numel()
+
+
+def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
+    """Sample with the engine; the number of tokens back."""
+    rows = shape.prompts * shape.samples
+    engine = Engine(decoder, kv_cache_tokens=rows * (shape.prompt_tokens + shape.new_tokens) * 2, max_rows=rows)
+    params = SamplingParams(max_tokens=shape.new_tokens)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(prompt=prompt, num_samples=shape.samples, params=params, problem=i))
+    responses = engine.run()
+    return sum(len(s.logprobs or []) for response in responses for s in response.sequences)
+
+
+def measure(shape: Shape, repeats: int) -> list[dict]:
+    """Median seconds of every peer, interleaved."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
+    ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens))
+    fast, generic = make_decoder(model, kind="fast"), make_decoder(model, kind="hf")
+    peers: dict[str, Callable[[], int]] = {
+        "generate": lambda: with_generate(model, ids, shape),
+        "engine, hf decoder": lambda: with_engine(generic, ids.tolist(), shape),
+        "engine, fast decoder": lambda: with_engine(fast, ids.tolist(), shape),
+    }
+    expected = shape.prompts * shape.samples * shape.new_tokens
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for repeat in range(repeats + 1):
+        for name, run in peers.items():
+            start = time.perf_counter()
+            tokens = run()
+            elapsed = time.perf_counter() - start
+            if tokens != expected:
+                raise RuntimeError(f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}")
+            if repeat:  # the first is a warm-up
+                seconds[name].append(elapsed)
+    base = statistics.median(seconds["generate"])
+    parameters = sum(p.numel() for p in model.parameters())
+    return [
+        {
+            "shape": shape.name,
+            "parameters": parameters,
+            "peer": name,
+            "tokens": expected,
+            "median_ms": round(statistics.median(times) * 1e3, 2),
+            "fastest_ms": round(min(times) * 1e3, 2),
+            "tokens_per_s": round(expected / statistics.median(times)),
+            "ratio_to_generate": round(base / statistics.median(times), 2),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES])
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sampler_cpu.csv")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = [row for shape in SHAPES if shape.name in args.shapes for row in measure(shape, args.repeats)]
+    print(f"torch {torch.__version__}, {args.threads} threads, fp32, median of {args.repeats} interleaved repeats")
+    print(f"{'shape':8} {'parameters':>10} {'peer':22} {'median ms':>10} {'fastest':>9} {'tokens/s':>9} {'ratio':>6}")
+    for row in rows:
+        print(f"{row['shape']:8} {row['parameters']:>10,} {row['peer']:22} {row['median_ms']:>10} {row['fastest_ms']:>9} "
+              f"{row['tokens_per_s']:>9,} {row['ratio_to_generate']:>6}")  # fmt: skip
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with args.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""`linear_logprob`: hidden states and an LM head to the target's logprob and the entropy of each token, without logits.
+
+Four plans, chosen from what needs a gradient and from the budget of bytes:
+    none       forward only
+    saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all)
+    expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
+    recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
+The work is done by linear_logprob_triton.py on CUDA and by linear_logprob_torch.py elsewhere; both have the same functions.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kernels import linear_logprob_torch
+from kernels.common import (
+    LOW,
+    SAVED_BYTES,
+    TINY_BYTES,
+    Head,
+    check_head,
+    check_matmul,
+    check_same_device,
+    check_target,
+    put,
+    rows_of,
+    take,
+    target_rows,
+    triton_works,
+    under_autocast,
+)
+from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
+
+NAME = "linear_logprob"
+
+# ------------------------------------------------------------------------------------------------------------ launch
+
+
+def _backend(tensor: Tensor) -> ModuleType:
+    if not triton_works(tensor):
+        return linear_logprob_torch
+    from kernels import linear_logprob_triton
+
+    return linear_logprob_triton
+
+
+def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
+    """Empty tensors for what a plan keeps: (payload, exponents), both of size 0 where it keeps nothing."""
+    tokens, nothing = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.int16)
+    if plan == "expected":
+        return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), nothing
+    if plan != "saved":
+        return hidden_TD.new_empty(0, dtype=torch.float32), nothing
+    if not triton_works(hidden_TD):
+        return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
+    from kernels.linear_logprob_triton import saved_tiles
+
+    exponents = hidden_TD.new_empty((saved_tiles(vocab, hidden_TD.shape[1], hidden_TD.dtype), tokens), dtype=torch.int16)
+    return hidden_TD.new_empty((tokens, vocab)), exponents
+
+
+# -------------------------------------------------------------------------------------------------------- custom ops
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None,
+    ignore_index: int, entropy: bool, plan: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """logp, entropy, lse (float32 [T]) and what the plan keeps. Rows whose target is ignore_index are left out of the work."""
+    head, tokens = Head(temperature, softcap), hidden.shape[0]
+    rows = target_rows(NAME, target, weight.shape[0], ignore_index)
+    kept, exponents = _kept(hidden, weight.shape[0], plan)
+    x, y = take(hidden, rows), take(target, rows)
+    if len(x) == 0:
+        logp, ent, lse = hidden.new_zeros((3, tokens), dtype=torch.float32).clone().unbind(0)
+        return logp.clone(), ent.clone(), lse.clone(), kept.zero_(), exponents
+    backend = _backend(hidden)
+    if plan == "saved":
+        keep = (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
+        out = backend.saved_forward(x, weight, y, bias, head, *keep, entropy=entropy)
+    else:
+        out = backend.forward(x, weight, y, bias, head, entropy=entropy, expected=plan == "expected")
+        kept = put(out.expected, rows, tokens) if plan == "expected" else kept
+    return put(out.logp, rows, tokens), put(out.entropy, rows, tokens), put(out.lse, rows, tokens), kept, exponents
+
+
+forward_op = torch.library.custom_op("whetstone::linear_logprob", _forward, mutates_args=())
+
+
+@forward_op.register_fake
+def _(hidden, weight, target, bias, temperature, softcap, ignore_index, entropy, plan):
+    logp, ent, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
+    return logp, ent, lse, *_kept(hidden, weight.shape[0], plan)
+
+
+def _gradients(
+    g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
+    bias: Tensor | None, logp: Tensor, entropy: Tensor, lse: Tensor, kept: Tensor, exponents: Tensor, temperature: float,
+    softcap: float | None, ignore_index: int, plan: str, need: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of hidden, weight and bias (size 0 where `need` is False). Rows without upstream gradient cost nothing."""
+    head, used = Head(temperature, softcap), target != ignore_index
+    co = coefficients(g_logp, g_entropy, g_lse, entropy)
+    active = co.a != 0 if g_entropy is None and g_lse is None else (co.a != 0) | (co.b != 0)
+    if co.c is None:
+        count, curved = int(active.logical_and_(used).sum()), 0
+    else:
+        bent = used & (co.c != 0)
+        active = bent.logical_or(active & used)
+        count, curved = torch.stack((active.sum(), bent.sum())).tolist()
+    rows = rows_of(active, count)
+    if count == 0:
+        given = zip((hidden, weight, bias), need, strict=True)
+        return _filled(hidden, Gradients(*(torch.zeros_like(t) if t is not None and wanted else None for t, wanted in given)))
+    co = Coefficients(take(co.a, rows), take(co.b, rows), take(co.c, rows) if co.c is not None and curved else None)
+    x, y, lse = take(hidden, rows), take(target, rows), take(lse, rows)
+    wanted = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True))
+    backend = _backend(hidden)
+    if plan == "expected" and co.c is None:
+        slope = None if softcap is None else 1.0 - ((take(logp, rows) + lse) * (temperature / softcap)).square_()
+        dx = linear_logprob_torch.backward_frozen(weight, y, head, co, slope, take(kept, rows)).to(hidden.dtype)
+        grads = Gradients(dx, None, None)
+    elif plan == "saved":
+        # Kept rows are those that took part in the forward, closed up; the k-th used row is row k there.
+        at = None if rows is None else (used.cumsum(0) - 1)[rows]
+        keep = (take(kept, at), exponents if at is None else exponents[:, at]) if exponents.numel() else (take(kept, at),)
+        grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, **wanted)
+    else:
+        grads = backend.backward(x, weight, y, bias, head, co, lse, **wanted)
+    return _filled(hidden, Gradients(None if grads.x is None else put(grads.x, rows, hidden.shape[0]), grads.w, grads.bias))
+
+
+def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dw, db = (like.new_empty(0) if grad is None else grad for grad in grads)
+    return dx, dw, db
+
+
+backward_op = torch.library.custom_op("whetstone::linear_logprob_backward", _gradients, mutates_args=())
+
+
+@backward_op.register_fake
+def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse, kept, exponents, temperature, softcap,
+      ignore_index, plan, need):  # fmt: skip
+    shapes = zip((hidden, weight, bias), need, strict=True)
+    return tuple(tensor.new_empty(tensor.shape) if wanted else hidden.new_empty(0) for tensor, wanted in shapes)
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup(ctx, inputs, output) -> None:
+    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan = inputs
+    ctx.save_for_backward(hidden, weight, target, bias, *output)
+    ctx.settings = (temperature, softcap, ignore_index, plan)
+    ctx.mark_non_differentiable(*output[3:])
+    # An output that nobody used gives None below instead of zeros, and its terms are skipped.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g_logp, g_entropy, g_lse, *_):
+    need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    grads = backward_op(g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need)
+    dx, dw, db = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+    return dx, dw, None, db, None, None, None, None, None
+
+
+forward_op.register_autograd(_backward, setup_context=_setup)
+
+
+# ---------------------------------------------------------------------------------------------------- public function
+
+
+def _plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int) -> str:
+    head_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or head_learns):
+        return "none"
+    itemsize = hidden.element_size() if triton_works(hidden) else 4
+    if hidden.shape[0] * weight.shape[0] * itemsize <= saved_bytes:
+        return "saved"
+    return "recompute" if head_learns else "expected"
+
+
+def _is_tiny(x: Tensor, weight: Tensor, saved_bytes: int) -> bool:
+    if x.is_cuda or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    return x.shape[0] * weight.shape[0] * 4 <= min(TINY_BYTES, saved_bytes)
+
+
+def _tiny(
+    x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, head: Head, ignore_index: int, entropy: bool
+) -> tuple[Tensor, ...]:
+    """Torch's own operations and autograd, in float32, where a custom op's dispatch would cost more than the work."""
+    total, rows = x.shape[0], target_rows(NAME, y, w.shape[0], ignore_index)
+    x, y = take(x, rows), take(y, rows)
+    z = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float().clamp(min=LOW))
+    z = z if head.softcap is None else torch.tanh(z / head.softcap) * head.softcap
+    z = z if head.temperature == 1.0 else z / head.temperature
+    all_logp, column = z.log_softmax(1), y.unsqueeze(1)
+    logp = all_logp.gather(1, column)
+    ent = -(all_logp.exp() * all_logp).sum(1) if entropy else logp.new_zeros(len(x))
+    outputs = (logp.squeeze(1), ent, (z.gather(1, column) - logp).squeeze(1))
+    return outputs if rows is None else tuple(put(output, rows, total) for output in outputs)
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100, *, entropy: bool = True, saved_bytes: int = SAVED_BYTES,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The target's logprob, the entropy and the log-sum-exp of each token under softmax(logits), as float32.
+
+    logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature; no tanh where softcap is None.
+
+    Args:
+        hidden: [..., D] in float32, bfloat16 or float16; products and sums are float32 for all three.
+        weight: [V, D], of the same dtype (under autocast both are cast first). bias: [V] or None.
+        target: [...] token ids. Positions with `ignore_index` take no part: all outputs are 0 there, without gradient.
+        entropy: False leaves the entropy out (None is returned in its place) and saves one pass over the scores.
+        saved_bytes: up to this many bytes a tensor of T x V is kept for the backward; 0 never keeps one.
+            (Off CUDA, up to TINY_BYTES, torch's own operations are used, which keep two or three.)
+            The values do not depend on it beyond rounding.
+    Returns:
+        logp, entropy (both in nats) and lse (of the logits), each [...]. Gradients flow through all three, for any upstream
+        gradient; tokens whose upstream gradient is exactly 0 are left out of the backward's work.
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices that do not fit; a target outside [0, V), which is named.
+    """
+    if type(weight).__name__ == "DTensor":
+        raise TypeError(f"{NAME}: weight is a DTensor; call this inside the head's own forward, or pass weight.full_tensor()")
+    check_head(NAME, temperature, softcap)
+    cast = under_autocast(hidden, weight)
+    hidden, weight = cast[0], cast[1]  # type: ignore[assignment]
+    check_matmul(NAME, hidden, weight, bias)
+    check_target(NAME, target, hidden.shape[:-1])
+    check_same_device(NAME, hidden=hidden, weight=weight, target=target, bias=bias)
+    flat = hidden.dim() == 2  # views cost autograd nodes, which a small problem would notice
+    x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
+    y = (target if flat else target.reshape(-1)).long()
+    if _is_tiny(x, weight, saved_bytes):
+        logp, ent, lse = _tiny(x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy)
+    else:
+        plan = _plan(x, weight, bias, saved_bytes)
+        logp, ent, lse, *_ = forward_op(x, weight, y, bias, temperature, softcap, ignore_index, entropy, plan)
+    if flat:
+        return logp, ent if entropy else None, lse
+    return logp.view(target.shape), ent.view(target.shape) if entropy else None, lse.view(target.shape)
+
+
+# ---------------------------------------------------------------------------------------------------- plain reference
+
+
+def linear_logprob_reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same in plain torch with whole logits, in the dtype it is given: the definition, and what tests compare with."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
+    logp_all = logits.log_softmax(-1)
+    used = target != ignore_index
+    logp = logp_all.gather(-1, target.long().where(used, 0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(logp_all.exp() * logp_all).sum(-1)
+    return logp.where(used, 0.0), entropy.where(used, 0.0), logits.logsumexp(-1).where(used, 0.0)

@@ -1,0 +1,146 @@
+"""The kernels of `policy_loss`: one launch over flat tokens (gspo: one more, for the sequence means) and a small fixed sum.
+
+About 32 bytes a token are moved, 1 MB for 32k tokens: a third of a microsecond of an H100's memory, so launches are the cost.
+The kind of loss is a compile-time constant; there is no branch per token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.policy_loss import KINDS, KL_KINDS, METRICS
+
+# 1024 tokens a program: 32 programs for 32k tokens, each one wave of loads. Larger blocks leave SMs idle.
+BLOCK = 1024
+IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO = (tl.constexpr(i) for i in range(5))
+K1, K2 = (tl.constexpr(i) for i in range(2))
+
+
+@triton.jit
+def _sequence_mean_kernel(lp_ptr, old_ptr, mask_ptr, cu_ptr, out_ptr, T, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a sequence: the mean of lp - q over its active tokens, written at each of its tokens."""
+    start = tl.maximum(tl.load(cu_ptr + tl.program_id(0)).to(tl.int64), 0)
+    end = tl.minimum(tl.load(cu_ptr + tl.program_id(0) + 1).to(tl.int64), T)
+    total = tl.zeros((BLOCK,), tl.float32)
+    count = tl.zeros((BLOCK,), tl.float32)
+    for at in range(start, end, BLOCK):
+        offs = at + tl.arange(0, BLOCK)
+        active = offs < end
+        if HAS_MASK:
+            active = active & (tl.load(mask_ptr + offs, mask=active, other=0) != 0)
+        d = tl.load(lp_ptr + offs, mask=active, other=0.0).to(tl.float32)
+        d -= tl.load(old_ptr + offs, mask=active, other=0.0).to(tl.float32)
+        total += tl.where(active, d, 0.0)
+        count += active.to(tl.float32)
+    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
+    for at in range(start, end, BLOCK):
+        offs = at + tl.arange(0, BLOCK)
+        tl.store(out_ptr + offs, mean + tl.zeros((BLOCK,), tl.float32), mask=offs < end)
+
+
+@triton.jit
+def _kl_term(e, KL_KIND: tl.constexpr):
+    """The estimator of KL(learner || reference) at e = ref - lp, and its derivative by lp."""
+    if KL_KIND == K1:
+        kl = -e
+        grad = tl.full(e.shape, 1.0, tl.float32)
+    elif KL_KIND == K2:
+        kl = 0.5 * e * e
+        grad = -e
+    else:
+        # e^e - 1 loses digits near 0, where training lives: a Taylor series takes over there.
+        series = e + e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0)))
+        expm1 = tl.where(tl.abs(e) < 0.02, series, tl.exp(e) - 1.0)
+        kl = tl.where(tl.abs(e) < 0.02, e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0))), expm1 - e)
+        grad = -expm1
+    return kl, grad
+
+
+@triton.jit
+def _policy_loss_kernel(
+    lp_ptr, old_ptr, adv_ptr, mask_ptr, ref_ptr, low_ptr, high_ptr, mean_ptr, grad_ptr, sums_ptr,
+    T, low, high, beta, kl_coef,
+    KIND: tl.constexpr, KL_KIND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < T
+    active = inside
+    if HAS_MASK:
+        active = active & (tl.load(mask_ptr + offs, mask=inside, other=0) != 0)
+    # Loads of inactive tokens give 0, so no NaN or infinity of theirs meets any arithmetic.
+    lp = tl.load(lp_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    d = lp - tl.load(old_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    adv = tl.load(adv_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    lo = tl.zeros((BLOCK,), tl.float32) + low
+    hi = tl.zeros((BLOCK,), tl.float32) + high
+    if HAS_LOW:
+        lo = tl.load(low_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    if HAS_HIGH:
+        hi = tl.load(high_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    r = tl.exp(d)
+    if KIND == GSPO:
+        r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
+    clipped = tl.minimum(tl.maximum(r, lo), hi)
+    if KIND == IMPORTANCE_SAMPLING:
+        grad = -r * adv
+        loss = grad
+    elif KIND == CISPO:
+        grad = -clipped * adv
+        loss = grad * lp
+    elif KIND == DRO:
+        grad = beta * d - adv
+        loss = 0.5 * beta * d * d - lp * adv
+    else:
+        loss = -tl.minimum(r * adv, clipped * adv)
+        grad = tl.where(r * adv <= clipped * adv, -r * adv, 0.0)
+    kl = tl.zeros((BLOCK,), tl.float32)
+    if HAS_REF:
+        kl, kl_grad = _kl_term(tl.load(ref_ptr + offs, mask=active, other=0.0).to(tl.float32) - lp, KL_KIND)
+        loss += kl_coef * kl
+        grad += kl_coef * kl_grad
+    tl.store(grad_ptr + offs, tl.where(active, grad, 0.0), mask=inside)
+    row = sums_ptr + tl.program_id(0) * 8
+    tl.store(row + 0, tl.sum(tl.where(active, loss, 0.0), 0))
+    tl.store(row + 1, tl.sum(active.to(tl.float32), 0))
+    tl.store(row + 2, tl.sum(tl.where(active, r, 0.0), 0))
+    tl.store(row + 3, tl.sum((active & (r < lo)).to(tl.float32), 0))
+    tl.store(row + 4, tl.sum((active & (r > hi)).to(tl.float32), 0))
+    tl.store(row + 5, tl.sum(-d, 0))
+    tl.store(row + 6, tl.sum(0.5 * d * d, 0))
+    tl.store(row + 7, tl.sum(tl.where(active, kl, 0.0), 0))
+
+
+def policy_loss_pass(
+    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None, ref: Tensor | None, low_T: Tensor | None,
+    high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float,
+    kl_kind: str, block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sums of METRICS (float32) and d loss / d logp (float32 [T])."""
+    tokens = logp.numel()
+    grad = torch.empty_like(logp, dtype=torch.float32, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return grad.new_zeros(len(METRICS)), grad
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    given = [t if t is None else t.contiguous() for t in (logp, old, advantage, mask, ref, low_T, high_T)]
+    lp, old, advantage = (t for t in given[:3] if t is not None)
+    mask, ref, low_T, high_T = given[3:]
+    mean = lp
+    if kind == "gspo" and cu_seqlens is not None:
+        mean = torch.zeros_like(grad)
+        _sequence_mean_kernel[(len(cu_seqlens) - 1,)](
+            lp, old, lp if mask is None else mask, cu_seqlens.contiguous(), mean, tokens, HAS_MASK=mask is not None, BLOCK=block
+        )  # fmt: skip
+    programs = triton.cdiv(tokens, block)
+    sums = grad.new_empty((programs, len(METRICS)))
+    _policy_loss_kernel[(programs,)](
+        lp, old, advantage, lp if mask is None else mask, lp if ref is None else ref, lp if low_T is None else low_T,
+        lp if high_T is None else high_T, mean, grad, sums, tokens, low, high, beta, kl_coef,
+        KIND=KINDS.index(kind), KL_KIND=KL_KINDS.index(kl_kind), HAS_MASK=mask is not None, HAS_REF=ref is not None,
+        HAS_LOW=low_T is not None, HAS_HIGH=high_T is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return sums.sum(0), grad

@@ -1,0 +1,61 @@
+"""Generated two-digit addition: "12+34=" -> "46". For models of a few hundred thousand parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Mapping
+
+from rl.data.problem_set import ProblemSet
+from rl.types import Problem
+
+_LOW, _HIGH = 10, 99
+
+
+def is_test(a: int, b: int) -> bool:
+    """Whether a + b is held out: a tenth, by a hash of the operands in ascending order, so that b + a goes with a + b."""
+    return zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
+
+
+def _with_noise(problem: Problem, epoch: int, probability: float) -> Problem:
+    """With `probability`, one digit of the response is drawn anew (it may come out the same). A function of index and epoch."""
+    draw = random.Random(f"addition noise {problem.index} {epoch}")
+    response = problem.response or ""
+    if draw.random() >= probability:
+        return problem
+    position = draw.randrange(len(response))
+    noisy = response[:position] + str(draw.randrange(10)) + response[position + 1 :]
+    return dataclasses.replace(problem, response=noisy)
+
+
+def _noise(options: Mapping[str, str]) -> float:
+    try:
+        noise = float(options.get("noise", "0"))
+    except ValueError:
+        noise = -1.0
+    if set(options) - {"noise"} or not 0 <= noise <= 1:
+        got = ",".join(f"{key}={value}" for key, value in options.items())
+        raise ValueError(f"addition takes the option noise=P with P from 0 to 1, e.g. 'addition:noise=0.7'; got {got!r}")
+    return noise
+
+
+def addition(
+    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "addition", system_prompt: str | None = None
+) -> ProblemSet:
+    """All sums of two operands from 10 to 99 of the "train" or "test" split (disjoint; about 7,300 and 800).
+
+    Option `noise` (0 to 1): the share of responses of which one digit is drawn anew, for supervised training of a model that
+    knows the task but samples it badly. meta["answer"] is always right.
+    """
+    noise = _noise(options or {})
+    if split not in ("train", "test"):
+        raise ValueError(f"addition has the splits 'train' and 'test', got {split!r}")
+    pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(_LOW, _HIGH + 1) if is_test(a, b) == (split == "test")]
+    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
+    problems = [
+        Problem((*system, {"role": "user", "content": f"{a}+{b}="}), {"answer": str(a + b)}, str(a + b), tag, index)
+        for index, (a, b) in enumerate(pairs)
+    ]
+    variant = (lambda problem, epoch: _with_noise(problem, epoch, noise)) if noise else None
+    return ProblemSet(problems, name=f"addition/{split}", variant=variant)

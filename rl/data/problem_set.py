@@ -1,0 +1,81 @@
+"""`ProblemSet`: problems in an order that is a function of the seed and the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from rl.types import Problem
+
+Variant = Callable[[Problem, int], Problem]
+
+
+class ProblemSet(Sequence[Problem]):
+    """Problems with an endless, shuffled order: each epoch is a permutation of all of them, drawn from (seed, epoch).
+
+    `variant(problem, epoch)`, where given, makes the problem's form in an epoch (noise, for instance); indexing and iterating
+    give that of epoch 0.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, name: str = "problems", variant: Variant | None = None):
+        if not problems:
+            raise ValueError(f"data set {name!r} holds no problem; at least one is needed")
+        self.name = name
+        self._problems = list(problems)
+        self._variant = variant
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self.at(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"data set {self.name!r} has {len(self)} problems, no number {index}")
+        return self.at(index % len(self))
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (self.at(index) for index in range(len(self)))
+
+    def at(self, index: int, epoch: int = 0) -> Problem:
+        """Problem `index` as it is in `epoch`."""
+        problem = self._problems[index]
+        return self._variant(problem, epoch) if self._variant is not None else problem
+
+    def first(self, count: int) -> ProblemSet:
+        """The first `count` problems (all, if there are fewer), with the same variants."""
+        return ProblemSet(self._problems[:count], name=self.name, variant=self._variant)
+
+    def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
+        """The problems of step `step` (from 0): positions step * batch_size and on of the chained epochs.
+
+        Nothing is dropped at an epoch's end: the batch goes on into the next one (so there it may hold a problem twice).
+        Resuming needs the step and nothing else.
+        """
+        if step < 0 or batch_size < 1 or seed < 0:
+            raise ValueError(f"step and seed are at least 0, batch_size at least 1; got {step=}, {seed=}, {batch_size=}")
+        problems = []
+        for position in range(step * batch_size, (step + 1) * batch_size):
+            epoch, offset = divmod(position, len(self))
+            problems.append(self.at(int(self._order(seed, epoch)[offset]), epoch))
+        return problems
+
+    def epoch(self, step: int, batch_size: int) -> float:
+        """How many epochs lie before step `step`."""
+        return step * batch_size / len(self)
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        key = (seed, epoch)
+        if key not in self._orders:
+            while len(self._orders) >= 4:  # two neighbouring epochs, for training and for one other use
+                del self._orders[next(iter(self._orders))]
+            self._orders[key] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(self))
+        return self._orders[key]

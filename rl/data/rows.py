@@ -1,0 +1,123 @@
+"""Rows out of files and hub data sets, each with the place it came from; bad rows are gathered and named together."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+OnBadRow = Literal["error", "skip"]
+FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+class BadRow(ValueError):
+    """A row that cannot be used, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: where it stands ("train.jsonl line 12"), and its columns, or why it has none."""
+
+    place: str
+    columns: Mapping[str, Any] | BadRow
+
+
+@dataclass(slots=True)
+class BadRows:
+    """What became of the bad rows of one data set."""
+
+    on_bad_row: OnBadRow
+    found: list[str] = field(default_factory=list)
+
+    def add(self, place: str, reason: BadRow) -> None:
+        self.found.append(f"{place}: {reason}")
+
+    def settle(self, good: int) -> None:
+        """Raise for the bad rows (the first five, and how many), or log them where they are to be skipped."""
+        if not self.found:
+            return
+        first = "\n  ".join(self.found[:5]) + ("\n  ..." if len(self.found) > 5 else "")
+        summary = f"{len(self.found)} bad rows beside {good} good ones:\n  {first}"
+        if self.on_bad_row == "error":
+            raise ValueError(f"{summary}\nMend them, or leave them out with on_bad_row='skip'.")
+        logger.warning("skipped %s", summary)
+
+
+def find_file(folder: Path, split: str) -> Path:
+    """The file of a split in a folder: <split>.jsonl, .json, .jsonl.gz or .json.gz."""
+    for suffix in FILE_SUFFIXES:
+        if (folder / f"{split}{suffix}").is_file():
+            return folder / f"{split}{suffix}"
+    there = sorted(path.name for path in folder.iterdir())
+    raise ValueError(f"folder {folder} has no {split}.jsonl or {split}.json; it holds {', '.join(there[:20]) or 'nothing'}")
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """The rows of a .jsonl file (one JSON object a line), or a .json file (a list of objects); gzip by the suffix .gz."""
+    opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+    with opened as stream:
+        if ".jsonl" in path.suffixes:
+            yield from _json_lines(stream, path.name)
+        else:
+            yield from _json_list(stream.read(), path)
+
+
+def _json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+        if line.strip():
+            yield Row(f"{name} line {number}", _columns(line))
+
+
+def _columns(line: bytes) -> Mapping[str, Any] | BadRow:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"no UTF-8 text (byte {error.start}: {error.reason})")
+    except ValueError as error:
+        return BadRow(f"no JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}")
+    return _object(value)
+
+
+def _object(value: Any) -> Mapping[str, Any] | BadRow:
+    if isinstance(value, dict):
+        return value
+    return BadRow(f"a JSON object is expected, this is a {type(value).__name__}: {str(value)[:60]!r}")
+
+
+def _json_list(text: bytes, path: Path) -> Iterator[Row]:
+    try:
+        values = json.loads(text.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); a file of one object a line is named .jsonl") from error
+    if not isinstance(values, list):
+        raise ValueError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
+    for number, value in enumerate(values, start=1):
+        yield Row(f"{path.name} row {number}", _object(value))
+
+
+def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
+    """The rows of a hub data set. Raises ValueError with a remedy where it cannot be had."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"data set {name!r} is taken for a hub name, and hub data sets need the package `datasets`: pip install datasets"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be loaded: {reason}. Without network it must "
+            "be in the hub's cache (HF_HUB_OFFLINE=1 then keeps it from asking); or give the path of a .jsonl file instead"
+        ) from error
+    for number, row in enumerate(rows):
+        yield Row(f"{name} {split} row {number}", row)

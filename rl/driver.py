@@ -1,0 +1,166 @@
+"""The one-driver contract: rank 0 runs the script and broadcasts verbs; the others execute them until it closes.
+
+On rank 0 one thread executes the verbs in the order they were submitted, so a future is all the script ever holds.
+With one process the broadcast is a no-op and nothing else differs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rl import distributed
+from rl.sampler import Request
+from rl.worker import Worker, WorkerSettings
+
+CLOSE = "close"
+
+
+def is_driver() -> bool:
+    """Whether this process runs the script (known before torch.distributed is up)."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def serve(settings: WorkerSettings) -> None:
+    """Executes broadcast verbs on a rank other than 0 until the driver closes."""
+    worker = Worker(settings)
+    while True:
+        verb, arguments = worker.objects.broadcast_verb(None)
+        if verb == CLOSE:
+            break
+        _execute(worker, verb, arguments)
+    distributed.shutdown()
+
+
+def _execute(worker: Worker, verb: str, arguments: Sequence[Any]) -> Any:
+    """Runs a verb on this rank; raises on every rank's driver side if it failed anywhere, naming the rank."""
+    error: BaseException | None = None
+    result = None
+    try:
+        result = getattr(worker, verb)(*arguments)
+    except Exception as caught:  # reported to the driver, which raises it where the result is asked for
+        error = caught
+    if distributed.world() == 1:
+        if error is not None:
+            raise error
+        return result
+    reports = worker.objects.all_gather(None if error is None else "".join(traceback.format_exception(error)))
+    failed = [(r, text) for r, text in enumerate(reports) if text is not None]
+    if failed and distributed.rank() == 0:
+        if error is not None:
+            raise error
+        raise RuntimeError(f"{verb} failed on rank {failed[0][0]}:\n{failed[0][1]}")
+    return result
+
+
+class Driver:
+    """Rank 0's side: a queue of verbs and the thread that executes them."""
+
+    def __init__(self, settings: WorkerSettings):
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._pending: list[tuple[int, Request, Future]] = []
+        self._closed = False
+        started: Future = Future()
+        self._thread = threading.Thread(target=self._loop, args=(settings, started), name="whetstone-worker", daemon=True)
+        self._thread.start()
+        self.device: str = started.result()
+        atexit.register(self.close)
+
+    def _loop(self, settings: WorkerSettings, started: Future) -> None:
+        try:
+            worker = Worker(settings)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(str(worker.accelerator.device))
+        while True:
+            verb, arguments, after, future = self._queue.get()
+            if verb == CLOSE:
+                worker.objects.broadcast_verb((CLOSE, ()))
+                distributed.shutdown()
+                future.set_result(None)
+                return
+            try:
+                self._refuse_after_failure(worker, verb, arguments, after)
+                worker.objects.broadcast_verb((verb, arguments))
+                future.set_result(_execute(worker, verb, arguments))
+            except BaseException as error:
+                future.set_exception(error)
+            del verb, arguments, after, future  # nothing of a finished verb is kept alive while waiting for the next
+
+    @staticmethod
+    def _refuse_after_failure(worker: Worker, verb: str, arguments: Sequence[Any], after: Sequence[Future]) -> None:
+        """An update on half of what was meant would be worse than none: refuse it and drop the gradients."""
+        errors = [error for error in (earlier.exception() for earlier in after) if error is not None]
+        if errors:
+            worker.objects.broadcast_verb(("drop_gradients", arguments[:1]))
+            _execute(worker, "drop_gradients", arguments[:1])
+            raise RuntimeError(f"{verb} was not run, because a forward_backward before it failed: {errors[0]}") from errors[0]
+
+    def submit(self, verb: str, *arguments: Any, after: Sequence[Future] = ()) -> Future:
+        """Queues a verb. `after`: earlier futures that must have succeeded, or the verb is refused."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the service is closed: {verb} cannot run any more")
+            if verb != "forget_version":  # a finaliser's verb: whoever it concerns has no one waiting
+                self._flush()
+            future: Future = Future()
+            self._queue.put((verb, arguments, tuple(after), future))
+            return future
+
+    def submit_sample(self, version_id: int, request: Request) -> Future:
+        """Holds a sample back until somebody waits or another verb comes, so that samples asked for one by one run together."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the service is closed: sample cannot run any more")
+            future: Future = Future()
+            self._pending.append((version_id, request, future))
+            return future
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        by_version: dict[int, list[tuple[Request, Future]]] = {}
+        for version_id, request, future in pending:
+            by_version.setdefault(version_id, []).append((request, future))
+        for version_id, items in by_version.items():
+            batch: Future = Future()
+            batch.add_done_callback(lambda done, items=items: _spread(done, [future for _, future in items]))
+            self._queue.put(("sample", (version_id, [request for request, _ in items]), (), batch))
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Ends the worker thread and the other ranks; verbs already submitted run first. Closing twice does nothing."""
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                self._closed = True
+                return
+            self._flush()
+            self._closed = True
+            self._queue.put((CLOSE, (), (), Future()))
+        self._thread.join(timeout)
+        atexit.unregister(self.close)
+
+
+def _spread(batch: Future, futures: Sequence[Future]) -> None:
+    error = batch.exception()
+    if error is not None:
+        for future in futures:
+            future.set_exception(error)
+        return
+    responses, _ = batch.result()
+    for future, response in zip(futures, responses, strict=True):
+        future.set_result(response)

@@ -1,0 +1,36 @@
+"""From a parsed run to an exit code: errors a user can set right are one box, not a traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+from rl.cli import Run
+
+
+def main(run: Run) -> int:
+    """0: done. 2: something to set right. 75: stopped and saved, run again with --resume. 130: stopped by Ctrl-C."""
+    _quieten()
+    from rl import help_pages
+    from rl.errors import UserError
+    from rl.interrupts import INTERRUPTED, Stopped
+    from rl.run import execute
+
+    try:
+        execute(run)
+    except Stopped as stopped:
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        help_pages.fail([str(error)], see="python train.py --help")
+    return 0
+
+
+def _quieten() -> None:
+    """Libraries' chatter about themselves, which tells the user nothing to act on."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,5 @@
+"""What answers a policy: single-turn problems."""
+
+from rl.environments.problem import ProblemEnv, ProblemGroupBuilder
+
+__all__ = ["ProblemEnv", "ProblemGroupBuilder"]

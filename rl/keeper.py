@@ -1,0 +1,62 @@
+"""Which checkpoints a run keeps: the last k, the end of each stage, and the best weights by a metric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl import checkpoint
+from rl.console import Console
+from rl.logbook import Logbook
+from rl.training_client import TrainingClient
+
+
+class Keeper:
+    """Writes checkpoints under a run's folder and notes them in checkpoints.jsonl, which names only what is there."""
+
+    def __init__(self, logbook: Logbook):
+        self.logbook = logbook
+
+    def save(
+        self, policy: TrainingClient, step: int, stage: str, state: dict[str, Any], *, keep_last: int, last: bool = False
+    ) -> Path:
+        """A resumable checkpoint at `step`; older ones of the run beyond `keep_last` are removed after it is whole."""
+        name = f"{stage}-final" if last else f"{stage}-{step:06d}"
+        known = {row["name"]: row for row in self.logbook.checkpoints()}
+        if name in known:  # asked to stop at a step that was saved anyway
+            return Path(known[name]["state_path"])
+        path = Path(policy.save_state(name, metadata=state).result().path)
+        row = {"name": name, "kind": "final" if last else "last", "stage": stage, "batch": step}
+        self.logbook.checkpoint({**row, "state_path": str(path), "sampler_path": str(path / "model")})
+        self._prune("last", keep_last)
+        return path
+
+    def best(self, policy: TrainingClient, step: int, stage: str, metric: str, value: float) -> None:
+        """Keeps these weights (for sampling alone) if `metric` is higher than ever before in this stage."""
+        rows = [r for r in self.logbook.checkpoints() if r.get("kind") == "best" and r["stage"] == stage]
+        if rows and rows[-1]["value"] >= value:
+            return
+        name = f"{stage}-best-{step:06d}"
+        path = policy.save_weights_for_sampler(name).result().path
+        row = {"name": name, "kind": "best", "stage": stage, "batch": step, "metric": metric, "value": value}
+        self.logbook.checkpoint({**row, "state_path": None, "sampler_path": path})
+        self._prune("best", 1, stage)
+
+    def _prune(self, kind: str, keep: int, stage: str | None = None) -> None:
+        rows = [r for r in self.logbook.checkpoints() if r.get("kind") == kind and stage in (None, r["stage"])]
+        for row in rows[:-keep]:
+            self.logbook.forget_checkpoint(row["name"])
+            checkpoint.remove(Path(row["state_path"] or row["sampler_path"]))
+
+    @staticmethod
+    def newest_whole(folder: Path, rows: list[dict[str, Any]], console: Console) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """(row, state) of the newest checkpoint that can be resumed from; damaged ones are named and passed over.
+
+        They are looked for by name below `folder`, not by the path noted, so a run's folder may be moved.
+        """
+        for row in reversed([r for r in rows if r.get("state_path")]):
+            try:
+                return row, checkpoint.read_state(folder / "checkpoints" / row["name"])
+            except checkpoint.DamagedCheckpoint as error:
+                console.warn(f"checkpoint {row['name']} cannot be used, trying an older one: {error}")
+        return None

@@ -1,0 +1,139 @@
+"""Token logprobs inside the model's own forward: the output head returns logprobs of given targets, never the logits.
+
+The head is swapped only while a call runs, and the call goes through the outermost module, so the hooks of DDP,
+DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists nowhere else).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl.models import inner_model
+
+
+@dataclass
+class HeadRequest:
+    """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for all of them."""
+
+    targets: Tensor
+    token_index: Tensor | None
+    temperature: float
+    entropy: bool
+
+
+def plain_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """fp32 logprobs [T] (or [T, K]) of `targets` and entropies [T] under softmax(logits [T, V] / temperature)."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    logp_TV = F.log_softmax(logits, dim=-1)
+    picked = logp_TV.gather(-1, targets if targets.ndim == 2 else targets[:, None])
+    # p log p of an impossible token (-inf) is 0, not NaN
+    entropy_T = -(logp_TV.exp() * logp_TV.clamp(min=-1e30)).sum(-1) if entropy else picked.new_zeros(len(targets))
+    return (picked if targets.ndim == 2 else picked[:, 0]), entropy_T
+
+
+def _lora_parts(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+    """(W, bias, A, B, scale) of an output head with one active plain LoRA adapter, None for anything else."""
+    from peft.tuners.lora.layer import Linear as LoraLinear
+
+    if not isinstance(head, LoraLinear) or head.disable_adapters or len(head.active_adapters) != 1 or head.merged:
+        return None
+    name = head.active_adapters[0]
+    base = head.get_base_layer()
+    if not isinstance(base, nn.Linear) or head.use_dora.get(name) or not isinstance(head.lora_dropout[name], nn.Identity):
+        return None
+    return base.weight, base.bias, head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name]
+
+
+class LogprobHead:
+    """Makes `model(...)` return logprobs and entropies for a request instead of logits.
+
+    `fused`: through kernels.linear_logprob, which never holds [T, V] where V is large. It is used where the head is a
+    plain linear layer (or one with a LoRA adapter) and what the model does to its logits afterwards is known;
+    everywhere else the model's own logits are used.
+    """
+
+    def __init__(self, model: nn.Module, *, fused: bool = True):
+        self.model = model
+        self.inner = inner_model(model)
+        config = self.inner.config.get_text_config()
+        self.softcap = config.to_dict().get("final_logit_softcapping")
+        self._config = config
+        self.fused = fused and self._agrees()
+
+    def __call__(self, wrapped: nn.Module, request: HeadRequest, **model_inputs: Any) -> tuple[Tensor, Tensor]:
+        """(logp [T] or [T, K], entropy [T]), both fp32. `wrapped`: the outermost module around this head's model."""
+        if not self.fused:
+            logits = wrapped(**model_inputs, use_cache=False).logits
+            flat = logits.reshape(-1, logits.shape[-1])
+            flat = flat if request.token_index is None else flat[request.token_index]
+            return plain_logprobs(flat, request.targets, request.temperature, request.entropy)
+        with self._swapped(request):
+            out = wrapped(**model_inputs, use_cache=False).logits
+        return (out[:, 0] if request.targets.ndim == 1 else out[:, :-1]), out[:, -1]
+
+    @contextlib.contextmanager
+    def _swapped(self, request: HeadRequest) -> Iterator[None]:
+        head = self.inner.get_output_embeddings()
+        original = head.__dict__.get("forward")
+        head.forward = lambda hidden: self._head_forward(head, hidden, request)
+        if self.softcap is not None:
+            self._config.final_logit_softcapping = None  # applied inside the head instead
+        try:
+            yield
+        finally:
+            if original is None:
+                del head.forward
+            else:
+                head.forward = original
+            if self.softcap is not None:
+                self._config.final_logit_softcapping = self.softcap
+
+    def _head_forward(self, head: nn.Module, hidden: Tensor, request: HeadRequest) -> Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if request.token_index is not None:
+            flat = flat[request.token_index]
+        lora = _lora_parts(head)
+        if lora is not None:
+            # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size
+            weight, bias, a, b, scale = lora
+            flat = torch.cat([flat, F.linear(flat.to(a.dtype), a).to(flat.dtype)], dim=-1)
+            weight = torch.cat([weight, (b * scale).to(weight.dtype)], dim=-1)
+        else:
+            weight, bias = head.weight, getattr(head, "bias", None)
+        if request.targets.ndim == 2:  # soft targets: K logprobs a position
+            logits = F.linear(flat, weight, bias).float()
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+            logp, entropy = plain_logprobs(logits, request.targets, request.temperature, request.entropy)
+            return torch.cat([logp, entropy[:, None]], dim=-1)
+        from kernels import linear_logprob
+
+        logp, entropy, *_ = linear_logprob(
+            flat, weight, request.targets, bias=bias, temperature=request.temperature, softcap=self.softcap
+        )
+        return torch.stack([logp, entropy], dim=-1)
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        """Whether the fused head gives the model's own logprobs on a few tokens (some models scale their logits)."""
+        head = self.inner.get_output_embeddings()
+        if head is None or not (isinstance(head, nn.Linear) or _lora_parts(head) is not None):
+            return False
+        device = next(self.inner.parameters()).device
+        vocabulary = self.inner.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(8, device=device)[None] % vocabulary
+        request = HeadRequest((ids[0] + 1) % vocabulary, None, 1.0, False)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0]
+        expected, _ = plain_logprobs(logits, request.targets, 1.0, False)
+        with self._swapped(request):
+            got = self.model(input_ids=ids, use_cache=False).logits[:, 0]
+        return bool((got - expected).abs().max() < (1e-3 if logits.dtype == torch.float32 else 0.1))

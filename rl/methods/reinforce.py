@@ -1,0 +1,25 @@
+"""REINFORCE (Williams 1992) with a running-mean baseline: GRPO's hooks with other settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rl.methods.grpo import GrpoSettings, PolicyGradientSettings
+
+
+def _policy_gradient() -> PolicyGradientSettings:
+    return replace(
+        PolicyGradientSettings(), group_size=1, advantage="running_mean", loss="importance_sampling"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceSettings(GrpoSettings):
+    """Plain policy gradient: one answer to each problem, credited against a running mean of rewards."""
+
+    policy_gradient: PolicyGradientSettings = field(default_factory=_policy_gradient)
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else 1e-5

@@ -1,0 +1,74 @@
+"""Trajectory groups to metrics, under the names that Tinker's users read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from rl.types import TrajectoryGroup
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> dict[str, float]:
+    """`<prefix>/all/...` over all groups and `<prefix>/<tag>/...` for each data set, where there are several.
+
+    reward/total (mean over episodes, with std, min and max), turns and tokens, each metric of environments and rewards
+    (the mean over the episodes that have it), and how many groups are mixed, all good or all bad.
+    """
+    metrics = _metrics(groups, f"{prefix}/all")
+    by_tag: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in groups:
+        by_tag[group.tag].append(group)
+    if len(by_tag) > 1:
+        for tag, members in sorted(by_tag.items()):
+            metrics.update(_metrics(members, f"{prefix}/{tag.replace('/', '-')}"))
+    return metrics
+
+
+def _metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
+    rewards_P_G = [group.get_total_rewards() for group in groups]
+    rewards = [r for rewards_G in rewards_P_G for r in rewards_G]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+    turns = [turn for trajectory in trajectories for turn in trajectory.transitions]
+    average = mean(rewards)
+    metrics = {
+        f"{name}/reward/total": average,
+        f"{name}/reward/std": mean((r - average) ** 2 for r in rewards) ** 0.5,
+        f"{name}/reward/min": min(rewards, default=0.0),
+        f"{name}/reward/max": max(rewards, default=0.0),
+        f"{name}/total_episodes": len(trajectories),
+        f"{name}/turns_per_episode": len(turns) / max(1, len(trajectories)),
+        f"{name}/ac_tokens_per_turn": mean(len(turn.ac.tokens) for turn in turns),
+        f"{name}/ob_tokens_per_turn": mean(turn.ob.length for turn in turns),
+        f"{name}/frac_truncated": mean(turn.ac.stop_reason == "length" for turn in turns),
+    }
+    for key, values in _collected(groups).items():
+        metrics[f"{name}/{key}"] = mean(values)
+    metrics.update(_by_group(rewards_P_G, name))
+    return metrics
+
+
+def _collected(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory, extra in zip(group.trajectories_G, group.metrics_G, strict=True):
+            for source in (*(turn.metrics for turn in trajectory.transitions), extra):
+                for key, value in source.items():
+                    values[key].append(value)
+    return values
+
+
+def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, float]:
+    """Groups by their rewards: mixed; else all good (equal and above 0) or all bad (equal, 0 or below)."""
+    mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
+    good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
+    bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
+    return {
+        f"{name}/by_group/frac_mixed": mean(mixed),
+        f"{name}/by_group/frac_all_good": mean(good),
+        f"{name}/by_group/frac_all_bad": mean(bad),
+    }

@@ -1,0 +1,18 @@
+"""The offline loop: read, prepare, train."""
+
+from __future__ import annotations
+
+from rl.stage import Stage
+
+
+def train_offline(stage: Stage) -> None:
+    """Runs a stage of a method that learns from rows of data, from where it stands to its end."""
+    sampler = stage.start()
+    for batch in stage.batches():
+        rows = stage.problems.batch(batch, stage.loop.batch_size, stage.seed)
+        datums = stage.method.datums(rows, stage.renderer)
+        metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
+        if stage.samples_at(batch):
+            sampler = stage.next_sampler(sampler)
+        stage.end_batch(batch, metrics, sampler)
+    stage.end()

@@ -1,0 +1,138 @@
+"""Built-in rewards over plain text: exact match, keywords, length, format, and a weighted sum of rewards."""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rl.rewards.registry import Combined, Reward, RewardResult, register_reward, resolve_reward
+
+
+def expected_answer(meta: Mapping[str, Any] | None) -> str:
+    """meta["answer"], or meta["expected_answer"], as text. Raises ValueError where the problem has neither."""
+    for key in ("answer", "expected_answer"):
+        if meta is not None and meta.get(key) is not None:
+            return str(meta[key]).strip()
+    keys = sorted(meta) if meta is not None else None
+    raise ValueError(f"the problem has no answer to compare with: meta needs 'answer' (or 'expected_answer'), it has {keys}")
+
+
+@register_reward("exact_match", bounded=True)
+def exact_match(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    """1 where the response, stripped of white space, is meta["answer"], else 0."""
+    correct = float(response.strip() == expected_answer(meta))
+    return RewardResult(correct, {"correct": correct})
+
+
+@register_reward("keyword_contains", bounded=True)
+class KeywordContains:
+    """The share of `keywords` that the response contains (as substrings; letter case counts only if `case_sensitive`)."""
+
+    def __init__(self, *, keywords: Sequence[str], case_sensitive: bool = False):
+        if isinstance(keywords, str) or not keywords or not all(isinstance(word, str) and word for word in keywords):
+            raise ValueError(f"keyword_contains: keywords is a list of one or more texts, got {keywords!r}")
+        self.case_sensitive = case_sensitive
+        self.keywords = [word if case_sensitive else word.lower() for word in keywords]
+
+    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> float:
+        text = response if self.case_sensitive else response.lower()
+        return sum(word in text for word in self.keywords) / len(self.keywords)
+
+
+@register_reward("length_penalty", bounded=True)
+class LengthPenalty:
+    """-penalty_scale * |length - target_length|, so 0 at best; the length in words, or in characters."""
+
+    def __init__(
+        self, *, target_length: int, penalty_scale: float = 0.01, unit: Literal["words", "characters"] = "words"
+    ):
+        if target_length < 0:
+            raise ValueError(f"length_penalty: target_length is at least 0, got {target_length}")
+        if not penalty_scale >= 0:
+            raise ValueError(f"length_penalty: penalty_scale is at least 0 (the reward is its negative), got {penalty_scale}")
+        if unit not in ("words", "characters"):
+            raise ValueError(f"length_penalty: unit is 'words' or 'characters', got {unit!r}")
+        self.target_length, self.penalty_scale, self.unit = target_length, penalty_scale, unit
+
+    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+        length = len(response.split()) if self.unit == "words" else len(response)
+        return RewardResult(-self.penalty_scale * abs(length - self.target_length), {"length": float(length)})
+
+
+_FENCE = "```"
+
+
+def _is_json(response: str) -> bool:
+    """Whether the response is one JSON object or array, alone or in a code fence."""
+    text = response.strip()
+    if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) > 2 * len(_FENCE):
+        text = text[len(_FENCE) : -len(_FENCE)].removeprefix("json")
+    try:
+        return isinstance(json_module.loads(text), (dict, list))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_numbered_list(response: str) -> bool:
+    """Whether it has lines that begin "1.", "2.", ... (or "1)"), in order from 1, at least two."""
+    numbers = [int(number) for number in re.findall(r"^[ \t]*(\d{1,6})[.)][ \t]+\S", response, re.MULTILINE)]
+    return len(numbers) >= 2 and numbers == list(range(1, len(numbers) + 1))
+
+
+@register_reward("format_compliance")  # not bounded: a pattern may backtrack without end
+class FormatCompliance:
+    """The share of the checks that hold: each regular expression of `patterns` is found (^ and $ at lines), the response
+    is JSON (`json`), it is a numbered list from 1 on (`numbered_list`). Metric `format`: 1 where all of them hold."""
+
+    def __init__(self, *, patterns: Sequence[str] = (), json: bool = False, numbered_list: bool = False):
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        try:
+            self.patterns = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
+        except re.error as error:
+            raise ValueError(f"format_compliance: {error.pattern!r} is no regular expression: {error}") from error
+        self.json, self.numbered_list = json, numbered_list
+        if not (self.patterns or json or numbered_list):
+            raise ValueError("format_compliance has nothing to check: give patterns=[...], json=True or numbered_list=True")
+
+    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+        checks = [pattern.search(response) is not None for pattern in self.patterns]
+        if self.json:
+            checks.append(_is_json(response))
+        if self.numbered_list:
+            checks.append(_is_numbered_list(response))
+        return RewardResult(sum(checks) / len(checks), {"format": float(all(checks))})
+
+
+@register_reward("composite")
+class Composite(Combined):
+    """sum of weight * reward over `weights` {spec: weight}; `settings` {spec: {...}} are the parts' own settings.
+
+    Metrics: each part's reward under its name, its own metrics under their names (those of two parts must not meet).
+    A part that fails fails the whole.
+    """
+
+    def __init__(self, *, weights: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]] | None = None):
+        settings = settings or {}
+        if not weights:
+            raise ValueError("composite: weights is {reward: weight} with at least one reward, got none")
+        stray = sorted(set(settings) - set(weights))
+        if stray:
+            raise ValueError(f"composite: settings for {stray}, which weights does not name ({sorted(weights)})")
+        self.parts = [
+            (resolve_reward(spec, **settings.get(spec, {})), float(weight)) for spec, weight in weights.items()
+        ]
+
+    def rewards(self) -> list[Reward]:
+        return [part for part, _ in self.parts]
+
+    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+        total, metrics = 0.0, {}
+        for part, weight in self.parts:
+            result = part.evaluate(prompt, response, meta)
+            total += weight * result.reward
+            for key, value in {part.name: result.reward, **result.metrics}.items():
+                metrics[key if key not in metrics else f"{part.name}/{key}"] = value
+        return RewardResult(total, metrics)

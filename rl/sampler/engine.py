@@ -1,0 +1,350 @@
+"""Continuous batching: a step function over a waiting and a running queue.
+
+A step decodes the running rows, lets waiting requests in as far as the budget allows (reading each prompt once for its whole
+group), draws one token for every row and retires the finished ones. Requests enter in the order they were added.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.cache import compaction
+from rl.sampler.decoder import Decoder
+from rl.sampler.prompt_logprobs import PromptReader
+from rl.sampler.rows import Rows
+from rl.sampler.stops import StopStrings, StopTable, stop_condition
+from rl.sampler.token_sampling import RowSettings, draw, row_settings
+from rl.types import SampledSequence, SampleResponse, SamplingParams
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`num_samples` responses to one prompt.
+
+    The random stream of sample i is a function of (seed, problem, first_index + i): requests that should differ differ in one
+    of them. `params.seed` is not read here; the caller derives `seed` from it. `include_prompt_logprobs` gives the untempered
+    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position.
+    """
+
+    prompt: Sequence[int]
+    num_samples: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    problem: int = 0
+    first_index: int = 0
+    include_prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request of which every sample has ended."""
+
+    request_id: int
+    response: SampleResponse
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was done, in tokens and rows; no clock.
+
+    `prefill_tokens`: prompt tokens read. `decoded_rows`: rows of logits that were turned into a token. `fed_tokens`: rows passed
+    through the model to get such logits (a sample's first comes from the prompt's, so it is one less a sample).
+    `emitted_tokens`: tokens of finished samples.
+    """
+
+    prefill_tokens: int = 0
+    prefill_prompts: int = 0
+    fed_tokens: int = 0
+    decoded_rows: int = 0
+    emitted_tokens: int = 0
+    finished_samples: int = 0
+    steps: int = 0
+    peak_rows: int = 0
+    peak_cache_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way. `max_tokens` is resolved; `entered` samples have a row or are done; `left` have not ended."""
+
+    request_id: int
+    request: Request
+    max_tokens: int
+    stop_row: int
+    stop_strings: tuple[str, ...]
+    key: tuple  # requests with equal keys share their prompt
+    left: int
+    entered: int = 0
+    sequences: list[SampledSequence | None] = field(default_factory=list)
+    reader: PromptReader | None = None
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt in the cache: the logits after its last token, and what was read of its own tokens."""
+
+    key: tuple
+    logits_V: Tensor
+    reader: PromptReader | None
+
+
+class Engine:
+    """Samples from a decoder within a budget of `kv_cache_tokens` (positions held in the cache) and `max_rows` rows at once.
+
+    `eos_token_ids` is the union of what tokenizer and generation config name. `tokenizer` is needed for stop strings alone.
+    `max_context` bounds the tokens fed, prompt and response, and is by default the model's own limit.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Any = None,
+        max_context: int | None = None,
+        kv_cache_tokens: int = 262_144,
+        max_rows: int = 1024,
+    ):
+        limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
+        if min(kv_cache_tokens, max_rows, *limits) < 1:
+            raise ValueError(f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows} and max_context={limits} must be at least 1")
+        self.decoder = decoder
+        self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
+        self.max_context = min(limits) if limits else None
+        self.kv_cache_tokens = kv_cache_tokens
+        self.max_rows = max_rows
+        self.counters = Counters()
+        self._stop_strings = StopStrings(tokenizer) if tokenizer is not None else None
+        self._stops = StopTable(decoder.vocab_size)
+        self._state = decoder.new_state(kv_cache_tokens)
+        self._waiting: deque[_Job] = deque()
+        self._jobs: dict[int, _Job] = {}  # running, by id
+        self._prompts: list[_Prompt] = []  # by slot of the state
+        self._next_id = 0
+        self._rows = Rows()
+        self._settings: RowSettings | None = None
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> int:
+        """Queue a request; its id back. Errors name what can never fit, before any work is done."""
+        prompt = [int(token) for token in request.prompt]
+        params = request.params
+        if not prompt:
+            raise ValueError("the prompt is empty; a model needs at least one token to go on from (its BOS, say)")
+        if min(prompt) < 0 or max(prompt) >= self.decoder.vocab_size:
+            raise ValueError(f"prompt tokens lie in [0, {self.decoder.vocab_size}), got {min(prompt)} to {max(prompt)}")
+        if request.num_samples < 1:
+            raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
+        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        condition = stop_condition(params.stop, self.eos_token_ids)
+        if condition.strings and self._stop_strings is None:
+            raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer: give the engine one, or stop at token ids")
+        job = _Job(
+            request_id=self._next_id,
+            request=request,
+            max_tokens=max_tokens,
+            stop_row=self._stops.row(condition),
+            stop_strings=condition.strings,
+            key=(tuple(prompt), request.include_prompt_logprobs, request.topk_prompt_logprobs),
+            left=request.num_samples,
+            sequences=[None] * request.num_samples,
+        )
+        self._next_id += 1
+        self._waiting.append(job)
+        return job.request_id
+
+    def _max_tokens(self, prompt: int, max_tokens: int | None) -> int:
+        """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the context."""
+        if max_tokens is None:
+            if self.max_context is None:
+                raise ValueError("max_tokens is None (up to the context limit), but the model states no limit: set max_tokens or max_context")
+            max_tokens = max(self.max_context + 1 - prompt, 0)
+        if self.max_context is not None and prompt + max(max_tokens, 1) - 1 > self.max_context:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the context of {self.max_context} tokens: "
+                "shorten the prompt, lower max_tokens, or raise max_context up to the model's own limit"
+            )
+        cost = self._state.cost(1, prompt, 1, max_tokens - 1)
+        if cost > self.kv_cache_tokens:
+            raise ValueError(
+                f"one sample of a {prompt}-token prompt with max_tokens={max_tokens} takes {cost} tokens of KV cache, "
+                f"kv_cache_tokens is {self.kv_cache_tokens}: raise kv_cache_tokens or lower max_tokens"
+            )
+        return max_tokens
+
+    def run(self) -> list[SampleResponse]:
+        """Step until everything queued has finished; the responses in the order they were added."""
+        finished: list[Finished] = []
+        while self._waiting or self._jobs:
+            finished.extend(self.step())
+        return [done.response for done in sorted(finished, key=lambda done: done.request_id)]
+
+    # ------------------------------------------------------------------------------------------------------ steps
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """One token for every running row, after letting in what fits; the requests that are complete back."""
+        logits = [self._state.decode(self._rows.last_tokens())] if len(self._rows) else []
+        self.counters.fed_tokens += len(self._rows)
+        logits.extend(self._admit())
+        if not logits:
+            return []
+        logits_NV = logits[0] if len(logits) == 1 else torch.cat([part.float() for part in logits])
+        tokens, logprobs = self._draw(logits_NV)
+        self._rows.record(tokens, logprobs)
+        self.counters.steps += 1
+        self.counters.decoded_rows += len(self._rows)
+        self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
+        return self._retire(*self._ended(tokens))
+
+    def _admit(self) -> list[Tensor]:
+        """Move samples from the waiting to the running queue, first come first served, while the budget holds.
+
+        Returns their first logits: of the prompt's last position.
+        """
+        if not self._waiting or len(self._rows) >= self.max_rows:
+            return []
+        slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
+        new_keys: list[_Job] = []
+        entering: list[tuple[_Job, int, int]] = []  # job, prompt slot, samples
+        rows = len(self._rows)
+        longest_prompt = int(self._state.prompt_lengths.max(initial=0))
+        longest_response = int(self._rows["max_tokens"].max(initial=1)) - 1
+        while self._waiting:
+            job = self._waiting[0]
+            fresh = job.key not in slots
+            shape = (max(longest_prompt, len(job.key[0])), max(longest_response, job.max_tokens - 1))
+            count = self._how_many(job, len(slots) + fresh, shape[0], rows, shape[1])
+            if count == 0:
+                break
+            if fresh:
+                slots[job.key] = len(slots)
+                new_keys.append(job)
+            longest_prompt, longest_response = shape
+            rows += count
+            entering.append((job, slots[job.key], count))
+            if job.entered + count < job.request.num_samples:
+                break
+            self._waiting.popleft()
+        if not entering:
+            return []
+        needed = (len(slots), longest_prompt, rows, longest_response)
+        self._state.reserve(*needed)
+        self.counters.peak_cache_tokens = max(self.counters.peak_cache_tokens, self._state.cost(*needed))
+        self._prefill(new_keys)
+        return [self._enter(entering)]
+
+    def _how_many(self, job: _Job, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+        """How many of the job's waiting samples fit now."""
+        count = min(job.request.num_samples - job.entered, self.max_rows - rows)
+        low, high = 0, count  # the cost grows with the rows: bisect
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._state.cost(prompts, longest_prompt, rows + middle, longest_response) <= self.kv_cache_tokens
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _prefill(self, jobs: list[_Job]) -> None:
+        """Read the prompts of these jobs, one each."""
+        if not jobs:
+            return
+        readers: list[PromptReader | None] = []
+        for job in jobs:
+            wanted = job.request.include_prompt_logprobs or job.request.topk_prompt_logprobs > 0
+            readers.append(PromptReader(job.key[0], topk=job.request.topk_prompt_logprobs) if wanted else None)
+        logits_PV = self._state.prefill([job.key[0] for job in jobs], [reader.read if reader else None for reader in readers])
+        for job, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):
+            self._prompts.append(_Prompt(job.key, logits_V, reader))
+            self.counters.prefill_tokens += len(job.key[0])
+        self.counters.prefill_prompts += len(jobs)
+
+    def _enter(self, entering: list[tuple[_Job, int, int]]) -> Tensor:
+        """Give the samples rows; their first logits back, [new rows, V]."""
+        requests = [job.request for job, _, _ in entering]
+        self._rows.enter(
+            first_sample=[job.entered for job, _, _ in entering],
+            count=[count for _, _, count in entering],
+            first_index=[request.first_index for request in requests],
+            job=[job.request_id for job, _, _ in entering],
+            max_tokens=[job.max_tokens for job, _, _ in entering],
+            stop_row=[job.stop_row for job, _, _ in entering],
+            has_strings=[bool(job.stop_strings) for job, _, _ in entering],
+            seed=[request.seed for request in requests],
+            problem=[request.problem for request in requests],
+            temperature=[request.params.temperature for request in requests],
+            top_k=[request.params.top_k for request in requests],
+            top_p=[request.params.top_p for request in requests],
+        )
+        for job, slot, count in entering:
+            self._jobs[job.request_id] = job
+            job.reader = self._prompts[slot].reader
+            job.entered += count
+        slots = np.repeat([slot for _, slot, _ in entering], [count for _, _, count in entering])
+        self._state.enter(slots)
+        self._settings = None
+        return torch.stack([self._prompts[slot].logits_V for slot in slots])
+
+    def _draw(self, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """A token and its logprob for each row, brought to the host in one transfer."""
+        if self._settings is None:
+            rows = self._rows
+            self._settings = row_settings(rows["temperature"], rows["top_k"], rows["top_p"], logits_NV.shape[1], logits_NV.device)
+        uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
+        tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
+        both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # float64 holds every token id exactly
+        return both[0].astype(np.int64), both[1]
+
+    def _ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows end with the token just recorded, and which of them because of a stop."""
+        rows = self._rows
+        stopped = self._stops.table[rows["stop_row"], tokens]
+        for row in np.flatnonzero(rows["has_strings"] & ~stopped):
+            strings = self._jobs[int(rows["job"][row])].stop_strings
+            assert self._stop_strings is not None  # `add` refuses strings without a tokenizer
+            stopped[row] = self._stop_strings.found(strings, rows.response(row)[0])
+        return stopped | (rows["drawn"] >= rows["max_tokens"]), stopped
+
+    def _retire(self, ended: np.ndarray, stopped: np.ndarray) -> list[Finished]:
+        """Take the ended rows out of the batch, and the prompts that no row needs any more."""
+        if not ended.any():
+            return []
+        gone = np.flatnonzero(ended)
+        finished: list[Finished] = []
+        lists = self._rows.responses(gone)
+        owners = zip(gone.tolist(), self._rows["job"][gone].tolist(), self._rows["sample"][gone].tolist(), lists, strict=True)
+        for row, job_id, sample, (tokens, logprobs) in owners:
+            job = self._jobs[job_id]
+            job.sequences[sample] = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
+            job.left -= 1
+            self.counters.emitted_tokens += len(tokens)
+            if job.left == 0:
+                finished.append(self._finish(job))
+        self.counters.finished_samples += len(gone)
+        source = compaction(~ended)
+        self._rows.keep(source)
+        self._settings = None
+        used = np.zeros(len(self._prompts), np.bool_)
+        used[self._state.prompt_of_row[source]] = True
+        if self._waiting and self._waiting[0].entered:  # its other samples still want their prompt
+            used |= np.array([prompt.key == self._waiting[0].key for prompt in self._prompts], np.bool_)
+        prompt_source = compaction(used)
+        self._prompts = [self._prompts[slot] for slot in prompt_source]
+        self._state.leave(source, prompt_source)
+        return finished
+
+    def _finish(self, job: _Job) -> Finished:
+        del self._jobs[job.request_id]
+        sequences = [sequence for sequence in job.sequences if sequence is not None]
+        response = SampleResponse(sequences)
+        if job.reader is not None and job.request.include_prompt_logprobs:
+            response.prompt_logprobs = list(job.reader.logprobs)
+        if job.reader is not None and job.request.topk_prompt_logprobs > 0:
+            response.topk_prompt_logprobs = list(job.reader.topk_logprobs)
+        return Finished(job.request_id, response)

@@ -1,0 +1,53 @@
+"""Logprobs of tokens that were given, not drawn: of a request's prompt, and of whole sequences (`compute_logprobs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl.sampler.decoder import Decoder
+
+
+class PromptReader:
+    """Takes the logits of a prompt's positions in slices, in order, and keeps the logprob of each next token.
+
+    `logprobs[0]` is None: nothing precedes the first token. `topk`: at each position the k likeliest (token, logprob), best
+    first; entry 0 is None too.
+    """
+
+    def __init__(self, prompt: Sequence[int], temperature: float = 1.0, topk: int = 0):
+        if not temperature > 0:
+            raise ValueError(f"logprobs of given tokens need a temperature above 0, got {temperature}; 1 is the untempered model")
+        self.prompt = prompt
+        self.temperature = temperature
+        self.topk = topk
+        self.logprobs: list[float | None] = [None]
+        self.topk_logprobs: list[list[tuple[int, float]] | None] = [None]
+
+    def read(self, first_position: int, logits_TV: Tensor) -> None:
+        """Logits of positions first_position, first_position + 1, ...; those after the prompt's last but one predict nothing."""
+        count = min(len(logits_TV), len(self.prompt) - 1 - first_position)
+        if count <= 0:
+            return
+        following = torch.tensor(self.prompt[first_position + 1 : first_position + 1 + count], device=logits_TV.device)
+        logprobs_TV = (logits_TV[:count].float() / self.temperature).log_softmax(-1)
+        self.logprobs.extend(logprobs_TV.gather(1, following[:, None]).squeeze(1).tolist())
+        if self.topk > 0:
+            values, tokens = logprobs_TV.topk(min(self.topk, logprobs_TV.shape[-1]), dim=-1)
+            pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+            self.topk_logprobs.extend(list(zip(ids, lps, strict=True)) for ids, lps in pairs)
+
+
+def score(decoder: Decoder, prompts: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float | None]]:
+    """The logprob of every token of each sequence given those before it, entry 0 None; under softmax(logits / temperature)."""
+    readers = [PromptReader([int(token) for token in prompt], temperature) for prompt in prompts]
+    for prompt in prompts:
+        if not len(prompt):
+            raise ValueError("an empty sequence has no logprobs; leave it out")
+        if decoder.max_positions is not None and len(prompt) > decoder.max_positions:
+            raise ValueError(f"a sequence of {len(prompt)} tokens exceeds the context of {decoder.max_positions}: shorten it")
+    with torch.inference_mode():
+        decoder.read_prompts([reader.prompt for reader in readers], [reader.read for reader in readers])
+    return [reader.logprobs for reader in readers]

@@ -1,0 +1,104 @@
+"""The bookkeeping of running rows as arrays, so that a step costs a few numpy calls however many rows there are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rl.sampler.streams import as_uint64, uniforms
+
+_FIELDS = {
+    "job": np.int64,  # the request's id
+    "sample": np.int64,  # which of its samples
+    "max_tokens": np.int64,
+    "drawn": np.int64,  # tokens drawn so far
+    "stop_row": np.int64,  # row of the stop table
+    "has_strings": np.bool_,
+    "seed": np.uint64,
+    "problem": np.uint64,
+    "index": np.uint64,  # of the sample in its group, as its random stream counts it
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "buffer": np.int64,  # where its tokens are written
+}
+
+
+class Rows:
+    """One entry a running row, in the order of the decoder's slots. Its tokens and logprobs go to a buffer that stays in place."""
+
+    def __init__(self) -> None:
+        self._fields = {name: np.zeros(0, dtype) for name, dtype in _FIELDS.items()}
+        self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
+        self._logprobs = np.zeros((0, 16), np.float64)
+        self._free = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._fields["job"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._fields[name]
+
+    def enter(self, first_sample: list[int], count: list[int], first_index: list[int], **per_request: list) -> None:
+        """Add `count` rows for each of some requests, samples `first_sample` onwards. `per_request`: the other fields' values.
+
+        `first_index` is the stream index of a request's sample 0.
+        """
+        counts = np.array(count)
+        per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
+        per_request["problem"] = [as_uint64(problem) for problem in per_request["problem"]]
+        new = {name: np.repeat(np.array(values, _FIELDS[name]), counts) for name, values in per_request.items()}
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        new["sample"] = np.repeat(first_sample, counts) + within
+        new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)
+        new["drawn"] = np.zeros(len(within), np.int64)
+        new["buffer"] = self._take_buffers(len(within))
+        self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
+
+    def _take_buffers(self, count: int) -> np.ndarray:
+        missing = count - len(self._free)
+        if missing > 0:
+            height = len(self._tokens)
+            self._pad(missing, 0)
+            self._free = np.concatenate([self._free, np.arange(height, height + missing)])
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def _pad(self, height: int, width: int) -> None:
+        self._tokens = np.pad(self._tokens, ((0, height), (0, width)))
+        self._logprobs = np.pad(self._logprobs, ((0, height), (0, width)))
+
+    def last_tokens(self) -> np.ndarray:
+        """The newest token of each row; rows that have drawn none must not be asked."""
+        return self._tokens[self["buffer"], self["drawn"] - 1]
+
+    def uniforms(self) -> np.ndarray:
+        """The uniform of each row's next token, float64."""
+        return uniforms(self["seed"], self["problem"], self["index"], self["drawn"].astype(np.uint64))
+
+    def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append a token and its logprob to each row."""
+        drawn, width = self["drawn"], self._tokens.shape[1]
+        if drawn.max(initial=0) >= width:
+            self._pad(0, width)
+        self._tokens[self["buffer"], drawn] = tokens
+        self._logprobs[self["buffer"], drawn] = logprobs
+        self._fields["drawn"] = drawn + 1
+
+    def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """A row's tokens and logprobs so far (views)."""
+        buffer, drawn = self["buffer"][row], self["drawn"][row]
+        return self._tokens[buffer, :drawn], self._logprobs[buffer, :drawn]
+
+    def responses(self, rows: np.ndarray) -> list[tuple[list[int], list[float]]]:
+        """Tokens and logprobs of these rows as lists."""
+        drawn = self["drawn"][rows]
+        longest = int(drawn.max(initial=0))
+        tokens = self._tokens[self["buffer"][rows], :longest].tolist()
+        logprobs = self._logprobs[self["buffer"][rows], :longest].tolist()
+        return [(t[:n], lp[:n]) for t, lp, n in zip(tokens, logprobs, drawn.tolist(), strict=True)]
+
+    def keep(self, source: np.ndarray) -> None:
+        """Keep the rows of `source`, in that order; the others' buffers are free again."""
+        gone = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
+        self._free = np.concatenate([self._free, gone])
+        self._fields = {name: values[source] for name, values in self._fields.items()}

@@ -1,0 +1,96 @@
+"""When a response ends: EOS tokens, stop ids, stop strings.
+
+`stop=None` keeps the model's EOS tokens; `[]` disables every stop; strings and ids stop in addition to EOS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class StopCondition:
+    """Stop token ids and stop strings of one request."""
+
+    token_ids: frozenset[int]
+    strings: tuple[str, ...]
+
+
+def stop_condition(stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]) -> StopCondition:
+    """The request's `stop` together with the model's EOS tokens."""
+    if stop is None:
+        return StopCondition(frozenset(eos_token_ids), ())
+    entries: list[Any] = [stop] if isinstance(stop, (str, int)) else list(stop)
+    if not entries:
+        return StopCondition(frozenset(), ())
+    strings = tuple(entry for entry in entries if isinstance(entry, str))
+    ids = frozenset(int(entry) for entry in entries if not isinstance(entry, str))
+    if "" in strings:
+        raise ValueError(f"stop={stop!r} holds an empty string, which would stop at once: leave it out, or pass [] for no stop")
+    return StopCondition(ids | frozenset(eos_token_ids), strings)
+
+
+class StopTable:
+    """Stop conditions as rows of a [conditions, V] table, so that a whole batch of tokens is looked up at once."""
+
+    def __init__(self, vocab: int):
+        self.vocab = vocab
+        self.conditions: list[StopCondition] = []
+        self.table = np.zeros((0, vocab), np.bool_)
+
+    def row(self, condition: StopCondition) -> int:
+        """The table's row for a condition; a new one is added."""
+        if condition in self.conditions:
+            return self.conditions.index(condition)
+        line = np.zeros((1, self.vocab), np.bool_)
+        line[0, [token for token in condition.token_ids if 0 <= token < self.vocab]] = True
+        self.table = np.concatenate([self.table, line])
+        self.conditions.append(condition)
+        return len(self.conditions) - 1
+
+
+class StopStrings:
+    """Finds stop strings in the decoded text of growing responses.
+
+    A response is looked at only when its newest token can complete a stop string, and then only its tail is decoded: the cost
+    does not grow with the length of the response.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._completing: dict[tuple[str, ...], dict[int, bool]] = {}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def found(self, strings: tuple[str, ...], tokens: np.ndarray) -> bool:
+        """Whether the text of `tokens` (the response so far, [T]) holds a stop string, given that it did not one token ago."""
+        newest = int(tokens[-1])
+        known = self._completing.setdefault(strings, {})
+        if newest not in known:
+            known[newest] = self._may_complete(strings, newest)
+        return known[newest] and any(string in self._tail(strings, tokens) for string in strings)
+
+    def _may_complete(self, strings: tuple[str, ...], token: int) -> bool:
+        """A stop string ends in this token's text. In doubt yes: parts of characters, and spaces, which decoders drop or add."""
+        text = self.decode([token])
+        last_characters = {string[-1] for string in strings}
+        return not text or "\ufffd" in text or any(c in text or c.isspace() for c in last_characters)
+
+    def _tail(self, strings: tuple[str, ...], tokens: np.ndarray) -> str:
+        """The end of the text: every occurrence that ends in the newest token lies within it.
+
+        Long enough for the longest string before the newest token's own text; one more character as a tokenizer may drop a
+        leading space, and twice as many tokens until it is (a character may be several tokens).
+        """
+        longest = max(len(string) for string in strings)
+        count = longest + 2
+        while True:
+            text = self.decode(tokens[-count:].tolist())
+            if count >= len(tokens) or len(text) > longest + len(self.decode(tokens[-1:].tolist())) + 1:
+                return text
+            count *= 2

@@ -1,0 +1,116 @@
+"""From logits to a token and its logprob: temperature, top-k, top-p, inverse CDF. All rows at once, on the logits' device.
+
+Shapes: N rows, V vocabulary, B blocks of the vocabulary. Softmax and logprobs are in float32 whatever the logits' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK = 512  # vocabularies above this are searched in two levels: first the block, then the token in it
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """How each row draws. None stands for the common case, which then costs nothing.
+
+    `temperature_N` float32, 0 for greedy (None: 1 everywhere); `greedy_N` bool (None: nowhere);
+    `truncated` the rows with top-k or top-p (None: no row), with their `top_k` (vocabulary size for none) and `top_p`.
+    """
+
+    temperature_N: Tensor | None = None
+    greedy_N: Tensor | None = None
+    truncated: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+
+
+def row_settings(
+    temperatures: np.ndarray, top_ks: np.ndarray, top_ps: np.ndarray, vocab: int, device: torch.device
+) -> RowSettings:
+    """Settings of the running rows ([N] each, top_k -1 and top_p 1 for no truncation) as tensors on the device."""
+    temperature = torch.tensor(temperatures, dtype=torch.float32)
+    top_k = torch.tensor(top_ks, dtype=torch.int64)
+    top_p = torch.tensor(top_ps, dtype=torch.float64)
+    top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
+    greedy = temperature == 0
+    # Greedy keeps its one token under any truncation, and reports the logprob of the whole distribution.
+    truncated = torch.nonzero(((top_k < vocab) | (top_p < 1)) & ~greedy).squeeze(1)
+    plain_temperature = bool((temperature[~greedy] == 1).all())
+    return RowSettings(
+        temperature_N=None if plain_temperature else torch.where(greedy, 1.0, temperature).to(device),
+        greedy_N=greedy.to(device) if bool(greedy.any()) else None,
+        truncated=truncated.to(device) if len(truncated) else None,
+        top_k=top_k[truncated].to(device) if len(truncated) else None,
+        top_p=top_p[truncated].to(device) if len(truncated) else None,
+    )
+
+
+def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
+    """One token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
+
+    The logprob is that of the distribution the token was drawn from: softmax(logits / T), renormalised over its support where
+    top-k or top-p cut it. Greedy rows take the largest logit (ties: the lowest id) and report the untempered logprob.
+    """
+    scaled_NV = logits_NV.float()
+    if settings.temperature_N is not None:
+        scaled_NV = scaled_NV / settings.temperature_N[:, None]
+    if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
+        cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p)
+        scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
+    logz_N = torch.logsumexp(scaled_NV, dim=-1)
+    token_N = inverse_cdf((scaled_NV - logz_N[:, None]).exp_(), uniform_N)
+    if settings.greedy_N is not None:
+        token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
+    return token_N, scaled_NV.gather(1, token_N[:, None]).squeeze(1) - logz_N
+
+
+def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """Logits with everything outside top-k, then outside top-p of what is left, set to -inf.
+
+    Tokens are ranked by logit, ties by the lower id. Top-p keeps a token while the probability before it is below p: the
+    smallest set that reaches p, and always the first.
+    """
+    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
+    kept_NV = sorted_NV.masked_fill(rank_V >= top_k_N[:, None], -torch.inf)
+    probability_NV = kept_NV.softmax(-1).double()
+    before_NV = probability_NV.cumsum(-1) - probability_NV
+    kept_NV = kept_NV.masked_fill((before_NV >= top_p_N[:, None]) & (rank_V > 0), -torch.inf)
+    return torch.empty_like(scaled_NV).scatter_(-1, order_NV, kept_NV)
+
+
+def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes u. Sums in float64; never a token of probability zero.
+
+    The probabilities need not sum to one: u counts as a fraction of their sum.
+    """
+    vocab = probability_NV.shape[-1]
+    if vocab <= _BLOCK:
+        cumulative_NV = probability_NV.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative_NV, uniform_N * cumulative_NV[:, -1])
+    blocks = -(-vocab // _BLOCK)
+    padded = torch.nn.functional.pad(probability_NV, (0, blocks * _BLOCK - vocab))
+    probability_NBb = padded.view(-1, blocks, _BLOCK)
+    cumulative_NB = probability_NBb.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_N = uniform_N * cumulative_NB[:, -1]
+    block_N = _first_above(cumulative_NB, target_N)
+    rows_N = torch.arange(len(block_N), device=block_N.device)
+    before_N = torch.where(block_N > 0, cumulative_NB[rows_N, (block_N - 1).clamp_min(0)], 0.0)
+    inside_Nb = probability_NBb[rows_N, block_N].cumsum(-1, dtype=torch.float64)
+    return block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N)
+
+
+def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
+    """First index whose cumulative sum is above the target, at most the first that reaches the total.
+
+    Either way the sum rises at that index, so its own probability is not zero. The bound is for rounding: a target within one
+    unit of the total.
+    """
+    above_N = (cumulative_NX <= target_N[:, None]).sum(-1)
+    last_N = (cumulative_NX < cumulative_NX[:, -1:]).sum(-1)
+    return torch.minimum(above_N, last_N)

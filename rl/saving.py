@@ -1,0 +1,178 @@
+"""What a learner writes and reads: resumable state, and weights alone as plain Hugging Face or PEFT folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl import checkpoint
+from rl.errors import UserError
+from rl.models import LoadedModel, eos_token_ids, inner_model, is_lora, load_model
+
+if TYPE_CHECKING:
+    from rl.learner import Learner
+    from rl.worker import ModelSpec
+
+FORMAT = 1
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _write_model(loaded: LoadedModel, folder: Path, *, merged: bool = False) -> None:
+    """A plain folder that transformers (or PEFT) loads: weights in safetensors, config, generation config, tokenizer."""
+    from huggingface_hub import save_torch_state_dict
+
+    model = loaded.model
+    if is_lora(model) and merged:
+        model = _merged_copy(model)
+    folder.mkdir(exist_ok=True)
+    if is_lora(model):
+        model.save_pretrained(str(folder))
+    else:
+        # Not the model's own save_pretrained: it imports DeepSpeed to look for a wrapper that is not there, which takes seconds.
+        model.config.save_pretrained(str(folder))
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(str(folder))
+        tied = list(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
+        save_torch_state_dict(model.state_dict(), str(folder), shared_tensors_to_discard=tied)
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.save_pretrained(str(folder))
+
+
+def _merged_copy(model: Any) -> Any:
+    """The adapter merged into a copy of the base in fp32 (in bf16 a young adapter would be rounded away).
+
+    A tied head with an adapter of its own is untied first: merging must not change the embedding.
+    """
+    import copy
+
+    twin = copy.deepcopy(model).float().cpu()
+    base = inner_model(twin)
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    layer = head.get_base_layer() if hasattr(head, "get_base_layer") else head
+    if layer is not head and layer.weight is embedding.weight:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        base.config.get_text_config().tie_word_embeddings = False
+        base.config.tie_word_embeddings = False
+    return twin.merge_and_unload()
+
+
+def _state(learner: Learner, spec: ModelSpec, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "spec": asdict(spec),
+        "version": learner.version,
+        "last_temperature": learner.last_temperature,
+        "metadata": dict(metadata),
+    }
+
+
+def save_state(
+    learner: Learner,
+    spec: ModelSpec,
+    path: Path,
+    rng_by_rank: Sequence[Tensor],
+    metadata: Mapping[str, Any],
+    ttl_seconds: float | None,
+) -> None:
+    """Weights, optimizer, generator states and the caller's metadata (JSON), whole or not at all."""
+    from safetensors.torch import save_file
+
+    if learner.has_gradient:
+        raise UserError("save_state between forward_backward and optim_step would lose the gradient: call optim_step first")
+    state = _state(learner, spec, metadata)
+    text = json.dumps(state, indent=1)  # before the disk is touched: metadata that is no JSON fails here
+    optimizer = {name: t.detach().cpu().contiguous() for name, t in learner.optimizer_tensors().items()}
+    model_bytes = _bytes(learner.trainable if is_lora(learner.model) else dict(learner.model.named_parameters()))
+    with checkpoint.writing(path, expected_bytes=model_bytes + _bytes(optimizer), ttl_seconds=ttl_seconds) as folder:
+        _write_model(learner.loaded, folder / "model")
+        save_file(optimizer, str(folder / "optimizer.safetensors"))
+        save_file({f"rank{r}": rng for r, rng in enumerate(rng_by_rank)}, str(folder / "rng.safetensors"))
+        (folder / "state.json").write_text(text)
+
+
+def save_for_sampler(learner: Learner, spec: ModelSpec, path: Path, merged: bool, ttl_seconds: float | None) -> None:
+    """Weights alone: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`."""
+    tensors = learner.trainable if is_lora(learner.model) and not merged else dict(learner.model.named_parameters())
+    with checkpoint.writing(path, expected_bytes=_bytes(tensors), ttl_seconds=ttl_seconds) as folder:
+        _write_model(learner.loaded, folder, merged=merged)
+        (folder / "state.json").write_text(json.dumps(_state(learner, spec, {}), indent=1))
+
+
+def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) -> dict[str, Any]:
+    """Puts a checkpoint's weights (and optimizer, generator state, version) into a learner. Returns its state.json."""
+    from safetensors.torch import load_file
+
+    state = checkpoint.read_state(path)
+    folder = path / "model" if (path / "model").is_dir() else path
+    learner.load_weights(_read_weights(learner, folder))
+    if with_optimizer:
+        file = path / "optimizer.safetensors"
+        if not file.is_file():
+            raise UserError(f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it")
+        learner.load_optimizer_tensors(load_file(str(file)))
+        learner.version, learner.last_temperature = state["version"], state["last_temperature"]
+        rng = load_file(str(path / "rng.safetensors"))
+        if f"rank{rank}" in rng:
+            torch.set_rng_state(rng[f"rank{rank}"])
+    return state
+
+
+def _read_weights(learner: Learner, folder: Path) -> dict[str, Tensor]:
+    """The trainable tensors of a saved folder by this learner's parameter names."""
+    if not is_lora(learner.model):
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(f"{folder} holds a LoRA adapter, this client trains full weights: make it with create_lora_training_client")
+        saved = load_model(str(folder)).model
+        return {name: p.detach() for name, p in saved.named_parameters() if name in learner.trainable}
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds full weights, this client trains a LoRA adapter: make it with create_training_client_from_state")
+    from safetensors.torch import load_file
+
+    saved_tensors = load_file(str(folder / "adapter_model.safetensors"))
+    # PEFT drops the adapter's name when it saves: "...q_proj.lora_A.weight" for "...q_proj.lora_A.default.weight".
+    return {name: saved_tensors[name.replace(".default.", ".")] for name in learner.trainable}
+
+
+def load_for_sampling(path: str | None, base_model: str | None) -> tuple[LoadedModel, int, ModelSpec]:
+    """(model, version, spec) of a base model, or of a folder: ours, or any Hugging Face or PEFT folder."""
+    from rl.worker import ModelSpec
+
+    if path is None:
+        if base_model is None:
+            raise UserError("create_sampling_client needs model_path (a saved folder) or base_model (a hub name, a folder, tiny:<preset>)")
+        return load_model(base_model), 0, ModelSpec(base_model)
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"no saved weights at {folder}: give the path that save_weights_for_sampler(name).result().path returned")
+    version, spec = 0, ModelSpec(base_model or str(folder))
+    if (folder / checkpoint.MANIFEST).is_file():
+        state = checkpoint.read_state(folder)
+        version, spec = state["version"], ModelSpec.from_json(state["spec"])
+        folder = folder / "model" if (folder / "model").is_dir() else folder
+    if not (folder / "adapter_config.json").is_file():
+        loaded = load_model(str(folder))
+        loaded.name = spec.base_model
+        return loaded, version, spec
+    return _load_adapter(folder, spec, base_model), version, spec
+
+
+def _load_adapter(folder: Path, spec: ModelSpec, base_model: str | None) -> LoadedModel:
+    from peft import PeftModel
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    base = base_model or (spec.base_model if spec.lora else config.get("base_model_name_or_path"))
+    if not base:
+        raise UserError(f"{folder}/adapter_config.json names no base model: pass base_model")
+    loaded = load_model(base, tokenizer=spec.tokenizer, seed=spec.seed)
+    model = PeftModel.from_pretrained(loaded.model, str(folder))
+    return LoadedModel(model, loaded.tokenizer, base, eos_token_ids(loaded.model, loaded.tokenizer))
+

@@ -1,0 +1,216 @@
+"""One stage of a run: everything around the five steps of a loop (what to sample, what to log, evaluate and save)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.console import Console
+from rl.data.problem_set import ProblemSet
+from rl.environments import ProblemGroupBuilder
+from rl.interrupts import Stopped, StopRequest
+from rl.keeper import Keeper
+from rl.logbook import Logbook
+from rl.methods.base import Models, Progress
+from rl.metrics import group_metrics
+from rl.renderers import Renderer
+from rl.rewards import Scorer
+from rl.rollout import Rollouts, rollout
+from rl.sampling_client import SamplingClient
+from rl.seeds import derive_seed
+from rl.types import Datum, Problem, SamplingParams
+
+HELD_OUT = "test/env/all/correct"
+
+
+class EveryRewardFailed(RuntimeError):
+    """No sample of a batch could be scored: the reward is broken, and going on would train on nothing."""
+
+
+class Stage:
+    """A method at work on a policy. `first_step`: the run's step count before this stage; `done`: batches already trained."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        index: int,
+        method: Any,
+        models: Models,
+        problems: ProblemSet,
+        test_problems: ProblemSet | None,
+        renderer: Renderer,
+        scorer: Scorer,
+        seed: int,
+        first_step: int,
+        done: int,
+        logbook: Logbook,
+        console: Console,
+        keeper: Keeper,
+        stop_request: StopRequest,
+    ):
+        self.name, self.index = name, index
+        self.method, self.models, self.settings = method, models, method.settings
+        self.problems, self.test_problems = problems, test_problems
+        self.renderer, self.scorer = renderer, scorer
+        self.seed = derive_seed(seed, index)
+        self.first_step, self.done = first_step, done
+        self.logbook, self.console, self.keeper, self.stop_request = logbook, console, keeper, stop_request
+        self.loop = self.settings.loop
+        sampling = self.settings.sampling
+        self.sampling_params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature)
+        held_out = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+        self.eval_params = SamplingParams(max_tokens=sampling.max_tokens, temperature=held_out)
+        self.before: float | None = None  # held-out accuracy before the first step and after the last
+        self.after: float | None = None
+        self._clock = 0.0
+        self._tokens = 0
+        self._said: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------------ what a loop calls
+
+    def start(self) -> SamplingClient:
+        """A sampler of the policy as it is, evaluated if this is the stage's beginning."""
+        self.console.stage(self.name, self.loop.steps, first=self.first_step, done=self.done)
+        sampler = self.models.policy.save_weights_and_get_sampling_client()
+        if self.done == 0 and self.loop.eval_every:
+            self._log(0, self.evaluate(sampler))
+        self._clock = time.perf_counter()
+        return sampler
+
+    def batches(self) -> Iterator[int]:
+        yield from range(self.done, self.loop.steps)
+
+    def groups(self, problems: Sequence[Problem], group_size: int) -> list[ProblemGroupBuilder]:
+        return [ProblemGroupBuilder(problem, group_size, self.renderer, self.scorer) for problem in problems]
+
+    def progress(self, batch: int) -> Progress:
+        return Progress(batch, self.loop.steps)
+
+    def check(self, rollouts: Rollouts) -> None:
+        """Names rewards that failed (each kind once); ends the run where none worked."""
+        if rollouts.errors:
+            kind = rollouts.errors[0].split(" (prompt")[0]
+            if kind not in self._said:
+                self._said.add(kind)
+                self.console.warn(f"{len(rollouts.errors)} samples were left out of this batch: {rollouts.errors[0]}")
+        if not rollouts.groups:
+            raise EveryRewardFailed(f"the reward failed on every sample of the batch: {rollouts.errors[0]}")
+
+    def samples_at(self, batch: int) -> bool:
+        """Whether held-out problems are sampled after this batch."""
+        every = self.loop.eval_every
+        return bool(every) and ((batch + 1) % every == 0 or batch + 1 == self.loop.steps)
+
+    def next_sampler(self, old: SamplingClient) -> SamplingClient:
+        """The new weights, in the old sampler's place."""
+        old.release()
+        return self.models.policy.save_weights_and_get_sampling_client()
+
+    def end_batch(
+        self,
+        batch: int,
+        metrics: Mapping[str, float],
+        sampler: SamplingClient,
+        rollouts: Rollouts | None = None,
+        datums: Sequence[Datum] = (),
+    ) -> None:
+        """Logs the batch, evaluates and saves where it is time, and stops the run if somebody asked for that."""
+        done = batch + 1
+        seconds = time.perf_counter() - self._clock
+        row: dict[str, float] = {"progress/batch": batch, "progress/done_frac": done / self.loop.steps, **metrics}
+        row["progress/epoch"] = self.problems.epoch(done, self.loop.batch_size)
+        row["time/step"] = seconds
+        tokens = row.get("optim/tokens", 0.0)
+        if rollouts is not None:
+            row["reward/total"] = row["env/all/reward/total"]
+            row["reward/failed"] = len(rollouts.errors)
+            row["time/sample"], row["time/score"] = rollouts.sample_seconds, rollouts.score_seconds
+            row.update({f"sampler/{name}": count for name, count in rollouts.counters.items()})
+            tokens = rollouts.counters["emitted_tokens"]
+        row["time/tokens_per_second"] = tokens / max(seconds, 1e-9)
+        if self.samples_at(batch):
+            row.update(self.evaluate(sampler))
+        self.done = done
+        self._log(done, row)
+        if rollouts is not None and self.loop.rollouts_every and (batch % self.loop.rollouts_every == 0):
+            self.logbook.rollouts(self.first_step + done, rollout_rows(rollouts, self.method, self.renderer))
+        self._keep(done, row)
+        if self.stop_request.exit_code is not None:
+            self.save(done)
+            raise Stopped(self.stop_request.exit_code)
+        self._clock = time.perf_counter()
+
+    def end(self) -> None:
+        """The stage's last state, saved under its name."""
+        self.save(self.done, last=True)
+
+    # -------------------------------------------------------------------------------------------------------- the parts
+
+    def evaluate(self, sampler: SamplingClient) -> dict[str, float]:
+        """`test/env/...` on the held-out problems, one sample each, always with the same random streams."""
+        if self.test_problems is None:
+            return {}
+        start = time.perf_counter()
+        builders = self.groups(list(self.test_problems), 1)
+        result = rollout(builders, sampler, self.eval_params, seed=derive_seed(self.seed, "test"))
+        self.check(result)
+        metrics = group_metrics(result.groups, "test/env")
+        metrics["time/test"] = time.perf_counter() - start
+        accuracy = metrics.get(HELD_OUT)
+        self.before = accuracy if self.before is None else self.before
+        self.after = accuracy
+        return metrics
+
+    def _log(self, done: int, metrics: Mapping[str, float]) -> None:
+        step = self.first_step + done
+        self.logbook.log(step, {"stage": self.name, **metrics})
+        self.console.update(step, metrics)
+
+    def _keep(self, done: int, row: Mapping[str, float]) -> None:
+        if self.loop.save_every and done % self.loop.save_every == 0 and done < self.loop.steps:
+            self.save(done)
+        best = self.loop.keep_best
+        if best is not None and best in row:
+            self.keeper.best(self.models.policy, self.first_step + done, self.name, best, row[best])
+
+    def save(self, done: int, *, last: bool = False) -> Path:
+        """A resumable checkpoint: the learner's state, and where this loop stands."""
+        state = {
+            "stage": self.index,
+            "next_batch": done,
+            "first_step": self.first_step,
+            "method": self.method.state(),
+            "held_out": [self.before, self.after],
+        }
+        return self.keeper.save(
+            self.models.policy, self.first_step + done, self.name, state, keep_last=self.loop.keep_last, last=last
+        )
+
+
+def rollout_rows(rollouts: Rollouts, method: Any, renderer: Renderer) -> Iterator[dict[str, Any]]:
+    """One row for each trajectory: what was asked, answered, drawn and earned, to read and to train on again."""
+    for g, group in enumerate(rollouts.groups):
+        rewards = group.get_total_rewards()
+        average = sum(rewards) / len(rewards)
+        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, rewards, strict=True)):
+            turn = trajectory.transitions[-1]
+            yield {
+                "group": g,
+                "index": i,
+                "tag": group.tag,
+                "problem": group.problem_index,
+                "prompt": turn.logs.get("prompt", ""),
+                "response": turn.logs.get("response", ""),
+                "reward": reward,
+                "advantage": reward - average,
+                "stop_reason": turn.ac.stop_reason,
+                "version": turn.ac.version,
+                "metrics": turn.metrics,
+                "prompt_tokens": turn.ob.to_ints(),
+                "response_tokens": turn.ac.tokens,
+                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+                "logprobs": turn.ac.logprobs,
+            }

@@ -1,0 +1,133 @@
+"""Trajectories to datums by hand, the prefix-merge rule, and the errors of malformed datums."""
+
+import numpy as np
+import pytest
+
+from rl.datums import action_tokens, check_datum, supervised_datum, trajectory_to_datums
+from rl.types import Datum, ModelInput, SampledSequence, TensorData, Trajectory, Transition
+
+
+def turn(observation: list[int], action: list[int], logprobs: list[float]) -> Transition:
+    return Transition(ModelInput.from_ints(observation), SampledSequence(action, logprobs, "stop"), 0.0, False)
+
+
+def fields(datum: Datum) -> dict[str, list]:
+    return {name: data.tolist() for name, data in datum.loss_fn_inputs.items()}
+
+
+def test_one_turn_by_hand():
+    (datum,) = trajectory_to_datums(Trajectory([turn([5, 6, 7], [8, 9], [-0.5, -0.25])]), 2.0)
+    assert datum.model_input.to_ints() == [5, 6, 7, 8]
+    assert fields(datum) == {
+        "target_tokens": [6, 7, 8, 9],
+        "logprobs": [0.0, 0.0, -0.5, -0.25],
+        "advantages": [0.0, 0.0, 2.0, 2.0],
+        "mask": [0.0, 0.0, 1.0, 1.0],
+    }
+
+
+def test_turns_that_continue_merge_into_one_datum():
+    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])])
+    (datum,) = trajectory_to_datums(episode, -1.0)
+    assert datum.model_input.to_ints() == [1, 2, 3, 4, 5]
+    assert fields(datum)["mask"] == [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert fields(datum)["logprobs"] == [0.0, -1.0, 0.0, -2.0, -3.0]
+
+
+def test_a_turn_that_does_not_continue_starts_a_new_datum():
+    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 9], [5], [-2.0]), turn([1, 9, 5, 7], [8], [-4.0])])
+    first, second = trajectory_to_datums(episode, 1.0)
+    assert first.model_input.to_ints() == [1, 2] and fields(first)["target_tokens"] == [2, 3]
+    assert second.model_input.to_ints() == [1, 9, 5, 7] and fields(second)["mask"] == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_property_every_action_token_is_trained_once_in_its_place(seed):
+    """Whatever the turns, reading the masked targets of all datums gives the actions in order, with their logprobs."""
+    rng = np.random.default_rng(seed)
+    turns, context = [], [0]
+    for _ in range(int(rng.integers(1, 6))):
+        observation = [*context, *rng.integers(1, 9, rng.integers(0, 3)).tolist()]
+        if rng.random() < 0.3:
+            observation = [99, *rng.integers(1, 9, 2).tolist()]
+        action = rng.integers(1, 9, rng.integers(1, 4)).tolist()
+        turns.append(turn(observation, action, (-rng.random(len(action))).tolist()))
+        context = observation + action
+    datums = trajectory_to_datums(Trajectory(turns), 1.0)
+    tokens, logprobs = [], []
+    for datum in datums:
+        mask = datum.loss_fn_inputs["mask"].array != 0
+        assert datum.model_input.to_ints()[1:] == fields(datum)["target_tokens"][:-1]  # shifted exactly once
+        tokens += datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
+        logprobs += datum.loss_fn_inputs["logprobs"].array[mask].tolist()
+        assert not datum.loss_fn_inputs["logprobs"].array[~mask].any()
+    assert tokens == [t for transition in turns for t in transition.ac.tokens]
+    np.testing.assert_allclose(logprobs, [p for transition in turns for p in transition.ac.logprobs], rtol=1e-6)
+    assert action_tokens(datums) == len(tokens)
+
+
+def test_supervised_by_hand():
+    datum = supervised_datum([1, 2, 3], [0.0, 0.0, 1.0])
+    assert datum.model_input.to_ints() == [1, 2]
+    assert fields(datum) == {"target_tokens": [2, 3], "weights": [0.0, 1.0]}
+
+
+def check(datum: Datum, required=("target_tokens", "advantages", "logprobs"), known=None, soft=False):
+    check_datum(3, datum, required=required, known=known, soft_targets=soft, vocab_size=10)
+
+
+def datum_of(n: int = 4, **fields_) -> Datum:
+    base = {"target_tokens": [1] * n, "advantages": [0.5] * n, "logprobs": [-1.0] * n}
+    return Datum(ModelInput.from_ints(list(range(n))), base | fields_)
+
+
+def test_the_misaligned_datum_of_the_quick_reference_is_told_how_to_pad():
+    with pytest.raises(ValueError, match=r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ logprobs"):
+        check(datum_of(logprobs=[-1.0, -2.0]))
+
+
+def test_one_number_for_all_tokens_is_refused_where_the_datum_is_made():
+    with pytest.raises(ValueError, match=r"one value a token.*\[0.5\] \* n"):
+        datum_of(advantages=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_tokens": [1, 2, 3, 10]}, "target_tokens holds the id 10; the model's ids are 0 to 9"),
+        ({"target_tokens": [1, 2, 3, -100]}, "target_tokens holds the id -100"),
+        ({"advantages": [0.0, float("nan"), 0.0, 0.0]}, "NaN"),
+        ({"advantages": [[0.0]] * 4}, "shape"),
+    ],
+)
+def test_other_malformed_datums(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check(datum_of(**changes))
+
+
+def test_missing_and_unknown_fields_are_named():
+    with pytest.raises(ValueError, match=r"lacks loss_fn_inputs\['reward'\]"):
+        check(datum_of(), required=("reward",))
+    with pytest.raises(ValueError, match="'extra', which this loss does not use"):
+        check(datum_of(extra=[1.0] * 4), known=("target_tokens", "advantages", "logprobs"))
+
+
+def test_soft_targets_need_weights_of_their_shape():
+    soft = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]], "weights": [[0.5, 0.5], [1.0, 0.0]]})
+    check(soft, required=("target_tokens",), soft=True)
+    bad = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]], "weights": [1.0, 1.0]})
+    with pytest.raises(ValueError, match="'weights' of shape"):
+        check(bad, required=("target_tokens",), soft=True)
+
+
+def test_tensor_data_round_trips():
+    import torch
+
+    data = TensorData([[1, 2], [3, 4]], "int64")
+    assert (data.shape, data.dtype, data.data) == ([2, 2], "int64", [1, 2, 3, 4])
+    assert TensorData(data=[1.0, 2.0, 3.0, 4.0], dtype="float32", shape=[2, 2]).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert torch.equal(TensorData.from_torch(torch.tensor([1.5, 2.5])).to_torch(), torch.tensor([1.5, 2.5]))
+    assert TensorData.from_torch(torch.tensor([1, 2], dtype=torch.int32)).dtype == "int64"
+    assert TensorData.from_torch(torch.tensor([1.5], dtype=torch.bfloat16)).tolist() == [1.5]
+    with pytest.raises(ValueError, match="int64"):
+        TensorData([1], "int32")

@@ -1,0 +1,305 @@
+"""A run's folder: resumed files equal undisturbed ones; pages and console output are what a reader can use."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl import console, html
+from rl.errors import UserError
+from rl.jsonl import read_rows, write_atomically
+from rl.logbook import Logbook, RunFolderError, claim
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the picture (which carries no information of its own)."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".png"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def row(**more: Any) -> dict[str, Any]:
+    return {"prompt": "1+1=", "response": "2", "reward": 1.0, "advantage": 0.5, **more}
+
+
+def one_step(book: Logbook, step: int) -> None:
+    """What a loop writes at a step, as a function of the step alone."""
+    norm = float("nan") if step == 3 else 0.1 * step
+    book.log(step, {"stage": "grpo", "reward/total": math.sin(step) / 3, "optim/grad_norm": norm})
+    if step % 2 == 0:
+        book.rollouts(step, [row(response=str(step))])
+        book.checkpoint({"name": f"step-{step}", "batch": step, "state_path": f"s/{step}", "sampler_path": None})
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "rew'])
+def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(tmp_path: Path, torn: str) -> None:
+    whole, broken = tmp_path / "whole" / "run", tmp_path / "broken" / "run"
+    with Logbook(whole) as book:
+        for step in range(9):
+            one_step(book, step)
+    first = Logbook(broken)
+    for step in range(6):
+        one_step(first, step)  # killed here: never closed; the newest whole checkpoint is that of step 4
+    first.checkpoint({"name": "lost", "batch": 5, "state_path": "s/5", "sampler_path": None})
+    first.rollouts(5, [row(response="lost")])
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    first.rollouts(6, [row(response="never trained on")])
+    with Logbook(broken, resume_step=4) as second:
+        assert [kept["batch"] for kept in second.checkpoints()] == [0, 2, 4]
+        for step in range(5, 9):
+            one_step(second, step)
+    assert contents(broken) == contents(whole)
+    assert len(contents(whole)) == 2 + 2 * 5
+
+
+def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
+    book = Logbook(tmp_path)
+    book.log(0, {"b": np.float32(0.5), "a": float("inf"), "n": np.int64(3), "z": float("nan"), "s": "sft"})
+    text = (tmp_path / "metrics.jsonl").read_text()  # before close: the line is there for whoever watches
+    assert text == '{"step": 0, "b": 0.5, "a": null, "n": 3, "z": null, "s": "sft"}\n'
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    with pytest.raises(ValueError, match="step -1 after step 0"):
+        book.log(-1, {})
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl line 2 is not JSON"):
+        Logbook(tmp_path, resume_step=2)
+
+
+def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
+    book = Logbook(tmp_path)
+    for path in ("a", "b"):
+        book.checkpoint({"name": "last", "batch": 3, "state_path": path, "sampler_path": None})
+    assert book.checkpoints() == [{"name": "last", "batch": 3, "state_path": "b", "sampler_path": None}]
+    with pytest.raises(ValueError, match="needs"):
+        book.checkpoint({"name": "x"})
+    book.checkpoint({"name": "other", "batch": 4})
+    book.forget_checkpoint("last")
+    assert [row["name"] for row in book.checkpoints()] == ["other"]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.json"
+    write_atomically(path, "old")
+
+    def power_cut(*_: Any) -> None:
+        raise OSError("power cut")
+
+    monkeypatch.setattr("rl.jsonl.os.fsync", power_cut)
+    with pytest.raises(OSError, match="power cut"):
+        write_atomically(path, "new, but")
+    assert path.read_text() == "old"
+
+
+# ----------------------------------------------------------------------------------------------------------- the folder
+
+CONFIG: dict[str, Any] = {"name": "x", "options": {}, "stages": []}
+
+
+def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "x"
+    assert claim(folder, CONFIG) is None
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(RunFolderError, match="--resume continues it, --overwrite deletes it"):
+        claim(folder, CONFIG)
+    assert claim(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG  # the saved one, untouched
+    assert json.loads((folder / "config.json").read_text()) == CONFIG
+    assert claim(folder, CONFIG | {"name": "new"}, overwrite=True) is None
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    with pytest.raises(RunFolderError, match="nothing to resume"):
+        claim(tmp_path / "nothing", CONFIG, resume=True)
+
+
+def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:
+    """A model's folder has a config.json as well; a mistyped --output-dir must not cost it."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model.safetensors").write_text("weights")
+    for overwrite in (False, True):
+        with pytest.raises(RunFolderError, match="holds no run"):
+            claim(tmp_path, CONFIG, overwrite=overwrite)
+    assert (tmp_path / "model.safetensors").read_text() == "weights"
+
+
+def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
+    Logbook(tmp_path).log(0, {})
+    with pytest.raises(RunFolderError, match="has metrics or checkpoints already"):
+        Logbook(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------- wandb
+
+
+def test_wandb_that_is_not_installed_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RunFolderError, match="pip install wandb"):
+        Logbook(tmp_path, wandb_project="p")
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_its_files_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the optional package wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    with Logbook(tmp_path / "run", wandb_project="p", config=CONFIG) as book:
+        book.log(0, {"reward/total": 0.5})
+    assert list((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# -------------------------------------------------------------------------------------------------------- the page
+
+
+class Page(HTMLParser):
+    """Tags in order, whether they nest, the text of each article, the classes of each token's span, and what it would load."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.articles: list[str] = []
+        self.spans: list[tuple[str, str]] = []
+        self.loads: list[str] = []
+        self._kind = ""
+        self.feed(text)
+        assert self.open == [], f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append(tag)
+        self.loads += [str(given[name]) for name in ("src", "href") if name in given]
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+        if tag == "article":
+            self.articles.append("")
+        self._kind = str(given.get("class", "")) if tag == "span" else self._kind
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "article" in self.open:
+            self.articles[-1] += data
+            if self.open[-1] == "span" and "pre" in self.open:
+                self.spans.append((self._kind, data))
+
+
+def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
+    evil = "<script>alert('x')</script>&amp;"
+    rows = [
+        row(prompt=evil, response=evil, tag="maths", problem=3, stop_reason="length", answer="<b>", error="reward <timed> out"),
+        row(prompt=evil, tag="maths", problem=3, advantage=-0.5, tokens=["a", "<b>", " c"], logprobs=[-0.001, None, -5.0]),
+        row(tag="maths", problem=4, reward=None, advantage=None, group=1),
+        row(tag="maths", problem=4, group=2),  # the same problem again, in a group of its own
+    ]
+    page = Page(html.page(rows, title="run & step", step=7))
+    assert page.tags.count("section") == 3 and len(page.articles) == 4  # two answers side by side, then single ones
+    assert evil in page.articles[0] and "reward <timed> out" in page.articles[0] and "length" in page.articles[0]
+    assert "script" not in page.tags and page.loads == [] and "url(" not in html.page(rows, title="", step=0)
+    assert "reward n/a" in page.articles[2]
+    # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not written by the model.
+    assert page.spans == [("p5 adown", "a"), ("ob", "<b>"), ("p0 adown", " c")]
+
+
+def test_the_page_says_what_it_leaves_out() -> None:
+    rows = [row(problem=i, tokens=["x"] * 10, logprobs=[-1.0] * 10) for i in range(10)]
+    page = html.page(rows, title="", step=12, max_tokens=35)
+    assert len(Page(page).articles) == 3
+    assert "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in step_000012.jsonl" in page
+
+
+# ------------------------------------------------------------------------------------------------------- the console
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def play(**how: Any) -> str:
+    """A run of one stage on a clock of our own, two seconds a step."""
+    stream, clock = io.StringIO(), Clock()
+    with console.Console(stream=stream, clock=clock, **how) as out:
+        out.start("addition", {"model": "tiny", "writes to": "runs/[a]"})
+        out.stage("grpo", 200, first=50)
+        for step in range(51, 251):
+            clock.now += 2
+            metrics = {"reward/total": step / 1000, "time/tokens_per_second": 12345.0, "optim/loss": 9.0}
+            out.update(step, metrics | ({"test/env/all/correct": 0.9} if step == 77 else {}))
+            if step == 60:
+                out.note("a note")
+                out.warn("a [warning]")
+        out.end("done", results={"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)}, commands=["python plot.py"])
+    return stream.getvalue()
+
+
+def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> None:
+    text = play(terminal=False)
+    assert not re.search(r"[^\x20-\x7e\n]", text)
+    lines = [line for line in text.splitlines() if line.startswith("grpo")]
+    assert [int(re.split(r"[ /]+", line)[1]) for line in lines] == sorted([1, 27, *range(10, 201, 10)])
+    # After 10 of 200 steps at 2 s each: 20 s spent, 380 s left.
+    assert "grpo  10/200  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
+    assert lines[-1] == "grpo 200/200  reward 0.250  12.3k tok/s  6:40"
+    assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
+    assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text  # a policy loss is not shown
+    assert "held-out accuracy  0.351 -> 0.970" in text and "n/a -> 1.000" in text and "writes to  runs/[a]" in text
+
+
+def test_quiet_keeps_warnings_and_the_end() -> None:
+    text = play(terminal=False, quiet=True)
+    assert text.splitlines()[0] == "warning: a [warning]" and "grpo" not in text and "note" not in text and "0.351" in text
+
+
+def test_a_resumed_stage_counts_from_where_it_was() -> None:
+    stream, clock = io.StringIO(), Clock()
+    out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
+    out.stage("grpo", 100, done=80)
+    clock.now += 3
+    out.update(81, {})
+    assert stream.getvalue() == "grpo  81/100  0:03, 0:57 left\n"  # 19 more at 3 s: not 3 s for 81
+
+
+def test_a_terminal_gets_a_bar_and_boxes() -> None:
+    text = play(terminal=True, width=120)
+    assert "\x1b[2K" in text and "held-out accuracy 0.900" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (-1, "0:00")])
+def test_durations(seconds: float, expected: str) -> None:
+    assert console.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(("count", "expected"), [(7, "7"), (999.6, "1k"), (12345, "12.3k"), (4.512e6, "4.51M")])
+def test_counts(count: float, expected: str) -> None:
+    assert console.compact(count) == expected
+
+
+@pytest.mark.parametrize(("total", "interval"), [(1, 1), (25, 1), (26, 2), (125, 5), (126, 10), (10_000, 500), (0, 1)])
+def test_round_intervals(total: int, interval: int) -> None:
+    assert console.round_interval(total) == interval
+    assert total / interval <= 25
+
+
+def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}')
+    assert read_rows(path) == [{"a": 1}, {"a": 2}]  # whole, only its newline is missing
+    path.write_text('{"a": 1}\n{"a": ')
+    assert read_rows(path) == [{"a": 1}]
+    assert read_rows(tmp_path / "absent.jsonl") == []

@@ -1,0 +1,143 @@
+"""Losses: by hand, gradients against float64 finite differences, and expectations enumerated on a tiny vocabulary."""
+
+import itertools
+
+import pytest
+import torch
+
+from rl.losses import LOSSES, get_loss
+
+CU = torch.tensor([0, 3, 6])
+RL_LOSSES = ["importance_sampling", "ppo", "cispo"]
+
+
+def inputs_of(seed: int = 0, n: int = 6) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    advantages = torch.randn(n, generator=g, dtype=torch.float64)
+    advantages[::3] = 0.0
+    return {"advantages": advantages, "logprobs": -torch.rand(n, generator=g, dtype=torch.float64) * 3}
+
+
+def value(name, logp, inputs, config=None):
+    return get_loss(name).fn(logp, torch.zeros_like(logp), inputs, CU, config or {})[0]
+
+
+def test_by_hand():
+    lp = torch.tensor([-1.0, -2.0, -0.5])
+    q = torch.tensor([-1.0, -1.0, -1.5])
+    a = torch.tensor([1.0, 2.0, 3.0])
+    r = (lp - q).exp()  # 1, 0.3679, 2.7183
+    given = {"advantages": a, "logprobs": q}
+    assert value("importance_sampling", lp, given) == pytest.approx(-(1 + 2 * r[1] + 3 * r[2]).item())
+    assert value("ppo", lp, given) == pytest.approx(-(1 + 2 * r[1] + 3 * 1.2).item())  # only the high ratio is clipped
+    negative = {"advantages": -a, "logprobs": q}
+    assert value("ppo", lp, negative) == pytest.approx((1 + 2 * 0.8 + 3 * r[2]).item())  # pessimistic: min of the two
+    assert value("cispo", lp, given) == pytest.approx(-(1 * -1.0 + 0.8 * -2.0 * 2 + 1.2 * -0.5 * 3))
+    assert value("cross_entropy", lp, {"target_tokens": a.long(), "weights": torch.tensor([0.0, 1.0, 0.5])}) == pytest.approx(2.25)
+    assert value("cross_entropy", lp, {"target_tokens": a.long()}) == pytest.approx(3.5)
+
+
+def test_soft_targets_by_hand():
+    lp = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
+    weights = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]])
+    assert value("cross_entropy", lp, {"weights": weights}) == pytest.approx(1.5 + 3.0)
+
+
+def test_thresholds_from_config_and_per_token():
+    lp, q = torch.tensor([0.0, 0.0, 0.0]), torch.log(torch.tensor([0.25, 0.25, 0.25]))  # ratio 4
+    a = torch.ones(3)
+    assert value("ppo", lp, {"advantages": a, "logprobs": q}, {"clip_high_threshold": 3.0}) == pytest.approx(-9.0)
+    per_token = {"advantages": a, "logprobs": q, "clip_high_threshold": torch.tensor([1.0, 2.0, 5.0])}
+    assert value("ppo", lp, per_token) == pytest.approx(-(1 + 2 + 4))
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "cross_entropy"])
+@pytest.mark.parametrize("seed", range(5))
+def test_gradient_against_finite_differences(name, seed):
+    inputs = inputs_of(seed)
+    if name == "cross_entropy":
+        inputs = {"weights": inputs["advantages"]}
+    logp = -torch.rand(6, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3
+    logp.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(value(name, logp, inputs), logp)
+    # cispo's coefficient is a constant of the step: hold it at the point where the gradient is taken
+    ratio = (logp.detach() - inputs["logprobs"]).exp().clamp(0.8, 1.2) if name == "cispo" else None
+    eps = 1e-6
+    for i in range(6):
+        ends = []
+        for sign in (1, -1):
+            moved = logp.detach().clone()
+            moved[i] += sign * eps
+            if ratio is not None:
+                ends.append(-(ratio * moved * inputs["advantages"]).sum())
+            else:
+                ends.append(value(name, moved, inputs))
+        assert gradient[i].item() == pytest.approx(((ends[0] - ends[1]) / (2 * eps)).item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("name", RL_LOSSES)
+def test_expected_gradient_is_that_of_the_expected_reward(name):
+    """On policy, the mean gradient over every sequence of 2 tokens from 3 equals minus the gradient of E[reward], exactly."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)  # row 0: first token; rows 1-3: second given first
+    rewards = torch.randn(3, 3, dtype=torch.float64)
+    logp = torch.log_softmax(logits, -1)
+    expected = sum(logp[0, a].exp() * logp[1 + a, b].exp() * rewards[a, b] for a, b in itertools.product(range(3), range(3)))
+    (truth,) = torch.autograd.grad(-expected, logits, retain_graph=True)
+    total = torch.zeros_like(logits)
+    for a, b in itertools.product(range(3), range(3)):
+        chosen = torch.stack([logp[0, a], logp[1 + a, b]])
+        probability = chosen.detach().sum().exp()
+        inputs = {"advantages": rewards[a, b].repeat(2), "logprobs": chosen.detach()}
+        loss = get_loss(name).fn(chosen, torch.zeros(2), inputs, torch.tensor([0, 2]), {})[0]
+        total += probability * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    torch.testing.assert_close(total, truth, rtol=1e-12, atol=1e-12)
+
+
+def test_without_sampler_logprobs_importance_sampling_is_reinforce():
+    logp = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0, 0.5])
+    (gradient,) = torch.autograd.grad(value("importance_sampling", logp, {"advantages": advantages}), logp)
+    assert gradient.tolist() == [-1.0, 2.0, -0.5]
+
+
+@pytest.mark.parametrize("name", RL_LOSSES)
+def test_nan_at_masked_positions_changes_nothing(name):
+    inputs = inputs_of(3)
+    logp = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
+    clean = value(name, logp, inputs)
+    (clean_gradient,) = torch.autograd.grad(clean, logp)
+    dead = inputs["advantages"] == 0
+    assert dead.any()
+    spoiled = logp.detach().clone()
+    spoiled[dead] = float("nan")
+    spoiled.requires_grad_(True)
+    old = inputs["logprobs"].clone()
+    old[dead] = float("inf")
+    dirty = value(name, spoiled, inputs | {"logprobs": old})
+    (dirty_gradient,) = torch.autograd.grad(dirty, spoiled)
+    assert dirty.item() == clean.item()
+    assert torch.equal(dirty_gradient[~dead], clean_gradient[~dead]) and not dirty_gradient[dead].any()
+
+
+@pytest.mark.parametrize("name", RL_LOSSES)
+def test_an_all_masked_batch_gives_zero_with_a_graph(name):
+    logp = torch.full((6,), -1.0, requires_grad=True)
+    loss = value(name, logp, {"advantages": torch.zeros(6), "logprobs": torch.zeros(6)})
+    (gradient,) = torch.autograd.grad(loss, logp)
+    assert loss.item() == 0.0 and not gradient.any()
+
+
+def test_clip_metrics_count_by_hand():
+    lp = torch.log(torch.tensor([0.5, 1.0, 1.5, 1.0]))
+    inputs = {"advantages": torch.tensor([1.0, 1.0, 1.0, 0.0]), "logprobs": torch.zeros(4)}
+    _, metrics = get_loss("ppo").fn(lp, lp, inputs, torch.tensor([0, 4]), {})
+    assert {k: int(v) for k, v in metrics.items()} == {"clipped_low:sum": 1, "clipped_high:sum": 1, "active_tokens:sum": 3}
+
+
+def test_unknown_losses_are_named():
+    with pytest.raises(ValueError, match="importance_sampling"):
+        get_loss("stable_reinforce")
+    with pytest.raises(ValueError, match="cross_entropy, importance_sampling, ppo, cispo"):
+        get_loss("ppoo")
+    assert set(LOSSES) >= {"cross_entropy", *RL_LOSSES}

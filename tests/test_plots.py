@@ -1,0 +1,130 @@
+"""Curves: what is drawn is what was logged; odd inputs (one point, no series, several stages or runs) draw too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl import plots
+from rl.logbook import Logbook
+
+pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+REPO = Path(__file__).resolve().parent.parent
+
+
+def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def two_stages() -> list[dict[str, Any]]:
+    sft = [{"step": i, "stage": "sft", "optim/loss": 1 / i, "optim/grad_norm": 10.0} for i in range(1, 61)]
+    rl: list[dict[str, Any]] = [{"step": i, "stage": "grpo", "optim/loss": 5.0, "optim/grad_norm": 1.0} for i in range(61, 101)]
+    for row in rl:
+        row["reward/total"] = row["step"] / 100
+    for row in (sft[-1], rl[-1]):
+        row["test/env/all/correct"] = row["step"] / 200
+    return sft + rl
+
+
+def is_png(path: Path, least: int = 5_000) -> bool:
+    data = path.read_bytes()
+    return data.startswith(b"\x89PNG\r\n") and len(data) > least
+
+
+def axes_by_title(curves: Sequence[plots.Curve]) -> dict[str, Any]:
+    panels = [panel for panel in plots.PANELS if any(curve.series(panel)[0] for curve in curves)]
+    figure = plots._figure(curves, panels)
+    return {axis.get_title(loc="left"): axis for axis in figure.axes if axis.get_title(loc="left")}
+
+
+def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.get_lines()]
+
+
+def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
+    curve = plots.read_curve(write(tmp_path / "a", two_stages()))
+    axes = axes_by_title([curve])
+    assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]  # across the stages, unsmoothed
+    assert [text.get_text() for text in axes["held-out accuracy"].texts if "." in text.get_text()] == ["0.30", "0.50"]
+    raw, mean = drawn(axes["reward"])
+    assert raw == (list(range(61, 101)), [i / 100 for i in range(61, 101)])
+    assert mean[1][20] == pytest.approx(0.81)  # the middle of a straight line is its own running mean
+    # The loss of the RL stage (5.0 throughout) is no supervised loss and is not drawn.
+    assert all(max(ys) <= 1 and max(xs) == 60 for xs, ys in drawn(axes["loss, supervised (nats a token)"]))
+
+
+def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:
+    axes = axes_by_title([plots.read_curve(write(tmp_path / "a", two_stages()))])
+    lines = drawn(axes["gradient norm, before clipping"])
+    assert sorted({(min(xs), max(xs)) for xs, _ in lines}) == [(1, 60), (61, 100)]
+    assert {value for _, ys in lines for value in ys} == {10.0, 1.0}  # a mean over both would show values between
+    assert {text.get_text() for text in axes["gradient norm, before clipping"].texts} == {"sft", "grpo"}
+
+
+def test_smoothing_against_hand_values() -> None:
+    assert plots.smoothed([0, 3, 6, 0, 9], 3) == [1.5, 3, 3, 5, 4.5]
+    assert plots.smoothed([1, 2], 1) == [1, 2]
+
+
+def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
+    rows = [{"step": 0, "reward/total": None}, {"step": 1, "reward/total": 0.5}, {"step": 2, "optim/entropy": 1.0}]
+    axes = axes_by_title([plots.read_curve(write(tmp_path / "a", rows))])
+    assert set(axes) == {"reward", "entropy (nats a token)"}
+    assert drawn(axes["reward"]) == [([1], [0.5])]
+
+
+def test_odd_folders_draw(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}])
+    two = write(tmp_path / "two", two_stages())
+    assert is_png(plots.draw(one, tmp_path / "one.png"))
+    assert is_png(plots.draw([one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]))
+    none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
+    with pytest.raises(plots.NothingToDraw, match="none"):
+        plots.draw(none, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    with pytest.raises(FileNotFoundError, match="give a run's folder"):
+        plots.draw(tmp_path / "absent", tmp_path / "x.png")
+    with pytest.raises(ValueError, match="1 labels for 2 runs"):
+        plots.draw([one, two], tmp_path / "x.png", labels=["a"])
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.heard.append(text)
+
+
+def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: Path) -> None:
+    with Logbook(tmp_path / "run") as book:
+        for row in two_stages():
+            book.log(row["step"], row)
+    assert is_png(tmp_path / "run/curves.png")
+    ear = Ear()
+    with Logbook(tmp_path / "bare", console=ear) as book:
+        book.log(0, {"something": 1.0})
+    assert len(ear.heard) == 1 and ear.heard[0].startswith("no curves.png")
+    with Logbook(tmp_path / "empty", console=ear):
+        pass
+    assert len(ear.heard) == 1  # a run that logged nothing has no curves to miss
+
+
+@pytest.mark.slow
+def test_the_script(tmp_path: Path) -> None:
+    folders = [str(write(tmp_path / name, two_stages())) for name in ("a", "b")]
+    script = [sys.executable, str(REPO / "plot.py")]
+    subprocess.run([*script, folders[0]], check=True)
+    assert is_png(tmp_path / "a/curves.png")
+    subprocess.run([*script, *folders, "-o", str(tmp_path / "out.png")], check=True)
+    assert is_png(tmp_path / "out.png")
+    failed = subprocess.run([*script, str(tmp_path / "absent")], capture_output=True, text=True)
+    assert failed.returncode == 2 and failed.stderr.startswith("plot.py: no metrics at") and "Traceback" not in failed.stderr

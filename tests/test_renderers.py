@@ -1,0 +1,261 @@
+"""Renderers against `apply_chat_template` token for token, and the text ones against tokens by hand."""
+
+import numpy as np
+import pytest
+
+from rl.model_info import get_recommended_lora_lr, get_recommended_renderer_name
+from rl.renderers import RENDERER_NAMES, get_renderer
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+HI, HELLO = {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello!"}
+ASK, FOUR = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
+CONVERSATIONS = {
+    "single": [ASK, FOUR],
+    "system": [SYSTEM, ASK, FOUR],
+    "turns": [HI, HELLO, ASK, FOUR],
+    "system, turns": [SYSTEM, HI, HELLO, ASK, FOUR],
+    "odd text": [{"role": "user", "content": "  a\n\n"}, {"role": "assistant", "content": "x = 1\n\n\ty  é 数 <|b|>"}],
+    "empty answer": [ASK, {"role": "assistant", "content": ""}],
+}
+MODELS = ["qwen2.5", "qwen3", "minimind_6400"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(shared_data):
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    folder = shared_data / "tokenizers"
+    chat = {name: AutoTokenizer.from_pretrained(folder / name) for name in MODELS}
+    return {**chat, "gpt2": GPT2TokenizerFast.from_pretrained(folder / "gpt2")}
+
+
+@pytest.fixture(scope="module")
+def characters():
+    """A character tokenizer with EOS; `characters(bos=True)` puts BOS before each text, as Llama's does."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def make(bos=False):
+        alphabet = sorted(set("0123456789+=:! \n?.abcdefghijklmnopqrstuvwxyzUAHIS"))
+        vocabulary = {token: i for i, token in enumerate(["<bos>", "<eos>", *alphabet])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        if bos:
+            tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>" if bos else None)
+
+    return make
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("settings", [{}, {"enable_thinking": False}], ids=["", "no thinking"])
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_and_examples_are_the_models_own_template(tokenizers, model, settings, conversation):
+    tokenizer, messages = tokenizers[model], CONVERSATIONS[conversation]
+    renderer = get_renderer("chat_template", tokenizer, **settings)
+    prompt = renderer.build_generation_prompt(messages[:-1]).to_ints()
+    assert prompt == tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **settings)
+
+    example, weights = renderer.build_supervised_example(messages)
+    tokens = example.to_ints()
+    assert tokens == tokenizer.apply_chat_template(messages, return_dict=False, **settings)
+    assert tokens[: len(prompt)] == prompt
+    assert weights.dtype == np.float32 and len(weights) == len(tokens)
+    # by hand: the prompt, then what the model writes through <|im_end|>, then the template's line break
+    end = len(tokens) - 1
+    assert tokenizer.convert_ids_to_tokens(tokens[end - 1]) == "<|im_end|>"
+    assert weights.tolist() == [0.0] * len(prompt) + [1.0] * (end - len(prompt)) + [0.0]
+    learnt = tokenizer.decode(tokens[len(prompt) : end])
+    thought = "<think>\n\n</think>\n\n" if model == "qwen3" and not settings else ""
+    assert learnt == thought + messages[-1]["content"] + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "thought"),
+    [
+        ("qwen2.5", {}, ""),
+        ("qwen3", {}, "<think>\n\n</think>\n\n"),
+        ("qwen3", {"enable_thinking": False}, ""),
+        ("minimind_6400", {}, ""),
+    ],
+)
+def test_all_assistant_learns_every_answer_and_nothing_else(tokenizers, model, settings, thought):
+    tokenizer, messages = tokenizers[model], CONVERSATIONS["system, turns"]
+    renderer = get_renderer("chat_template", tokenizer, **settings)
+    example, weights = renderer.build_supervised_example(messages, "all_assistant")
+    tokens = example.to_ints()
+    assert tokens == tokenizer.apply_chat_template(messages, return_dict=False, **settings)
+    runs, before = [], 0.0
+    for token, weight in zip(tokens, weights, strict=True):
+        if weight and not before:
+            runs.append([])
+        if weight:
+            runs[-1].append(token)
+        before = weight
+    # the template leaves thoughts out of history, so the first answer has none
+    assert [tokenizer.decode(run) for run in runs] == ["Hello!<|im_end|>", f"{thought}It is 4.<|im_end|>"]
+
+
+def test_a_prompt_stays_the_prompt_where_a_token_would_straddle_its_end(tokenizers):
+    # Qwen has one token for two line breaks: the template ends the prompt in one, the answer begins with another
+    renderer, tokenizer = get_renderer("qwen2_5", tokenizers["qwen2.5"]), tokenizers["qwen2.5"]
+    messages = [ASK, {"role": "assistant", "content": "\nFour"}]
+    prompt = renderer.build_generation_prompt(messages[:-1]).to_ints()
+    example, weights = renderer.build_supervised_example(messages)
+    tokens = example.to_ints()
+    assert tokens != tokenizer.apply_chat_template(messages, return_dict=False)  # which no sampler would produce
+    assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokens[: len(prompt)] == prompt and weights[len(prompt) - 1] == 0 and weights[len(prompt)] == 1
+
+
+def test_chat_stop_sequences_and_parsing(tokenizers):
+    tokenizer = tokenizers["qwen2.5"]
+    renderer = get_renderer("chat_template", tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert renderer.get_stop_sequences() == [end]
+    answer = tokenizer.encode("It is 4 , ok ?")
+    assert renderer.parse_response([*answer, end]) == ({"role": "assistant", "content": "It is 4 , ok ?"}, True)
+    assert renderer.parse_response(answer) == ({"role": "assistant", "content": "It is 4 , ok ?"}, False)
+    assert renderer.parse_response([end]) == ({"role": "assistant", "content": ""}, True)
+    assert renderer.parse_response([]) == ({"role": "assistant", "content": ""}, False)
+
+
+def test_an_eos_other_than_the_end_of_turn_stops_as_well(tokenizers, shared_data):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "qwen2.5", eos_token="<|endoftext|>")
+    renderer = get_renderer("chat_template", tokenizer)
+    names = tokenizer.convert_ids_to_tokens(renderer.get_stop_sequences())
+    assert names == ["<|im_end|>", "<|endoftext|>"]
+    assert renderer.parse_response([*tokenizer.encode("a"), tokenizer.eos_token_id])[1]
+
+
+def test_thoughts_are_split_off_and_rendered_back(tokenizers):
+    tokenizer = tokenizers["qwen3"]
+    renderer = get_renderer("qwen3", tokenizer)
+    tokens = tokenizer.encode("<think>\ntwo and two\n</think>\n\nIt is 4.<|im_end|>")
+    message, stopped = renderer.parse_response(tokens)
+    assert stopped
+    assert message == {"role": "assistant", "content": "It is 4.", "reasoning_content": "two and two"}
+    example, weights = renderer.build_supervised_example([ASK, message])
+    learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
+    assert learnt == tokens  # the message goes back to the tokens that it came from
+    cut_off, stopped = renderer.parse_response(tokenizer.encode("<think>\ntwo and"))
+    assert cut_off == {"role": "assistant", "content": "<think>\ntwo and"} and not stopped
+    # a tokenizer whose template knows no thoughts leaves the text alone
+    text = "a </think> b"
+    plain, _ = get_renderer("qwen2_5", tokenizers["qwen2.5"]).parse_response(tokenizers["qwen2.5"].encode(text))
+    assert plain == {"role": "assistant", "content": text}
+
+
+def test_qwen3_without_thinking(tokenizers):
+    tokenizer = tokenizers["qwen3"]
+    prompt = get_renderer("qwen3_disable_thinking", tokenizer).build_generation_prompt([ASK]).to_ints()
+    assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    thinking = {**FOUR, "reasoning_content": "two and two"}
+    with pytest.raises(ValueError, match="a prompt that it never sees"):
+        get_renderer("qwen3_disable_thinking", tokenizer).build_supervised_example([ASK, thinking])
+
+
+def test_a_template_that_writes_bos_gets_one_bos(characters):
+    tokenizer = characters(bos=True)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+    )
+    renderer = get_renderer("chat_template", tokenizer)
+    tokens = renderer.build_generation_prompt([ASK]).to_ints()
+    assert tokens == tokenizer.convert_tokens_to_ids(["<bos>", *"u: 2+2?\na: "])
+    assert renderer.get_stop_sequences() == [1]
+
+
+def test_a_tokenizer_without_template_is_an_error_with_a_remedy(tokenizers):
+    for name in ("chat_template", "qwen3", "llama3"):
+        with pytest.raises(ValueError, match="no chat template.*role_colon"):
+            get_renderer(name, tokenizers["gpt2"])
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_plain_by_hand(characters, bos):
+    tokenizer = characters(bos)
+    renderer = get_renderer("plain", tokenizer)
+    begin = ["<bos>"] if bos else []
+    ids = tokenizer.convert_tokens_to_ids
+    ask = [{"role": "user", "content": "12+34="}]
+    assert renderer.build_generation_prompt(ask).to_ints() == ids([*begin, *"12+34="])
+    example, weights = renderer.build_supervised_example([*ask, {"role": "assistant", "content": "46"}])
+    assert example.to_ints() == ids([*begin, *"12+34=46", "<eos>"])
+    assert weights.tolist() == [0.0] * (len(begin) + 6) + [1.0] * 3
+    assert renderer.get_stop_sequences() == ids(["<eos>"])
+    assert renderer.parse_response(ids(["4", "6", "<eos>"])) == ({"role": "assistant", "content": "46"}, True)
+    assert renderer.parse_response(ids(["4", "6"])) == ({"role": "assistant", "content": "46"}, False)
+
+
+def test_plain_needs_an_eos(characters):
+    tokenizer = characters()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="set its eos_token"):
+        get_renderer("plain", tokenizer)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_role_colon_by_hand(characters, bos):
+    tokenizer = characters(bos)
+    renderer = get_renderer("role_colon", tokenizer)
+    begin = ["<bos>"] if bos else []
+    roles = ["user", "assistant", "user", "assistant"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ["a", "hello!", "b", "c"], strict=True)]
+    prompt = "User: a\n\nAssistant: hello!\n\nUser: b\n\nAssistant:"
+    assert renderer.build_generation_prompt(messages[:-1]).to_ints() == tokenizer.convert_tokens_to_ids([*begin, *prompt])
+    for train_on, learnt in (("last_assistant", " c\n\nUser:"), ("all_assistant", " hello!\n\nUser: c\n\nUser:")):
+        example, weights = renderer.build_supervised_example(messages, train_on)
+        tokens = example.to_ints()
+        assert tokens == tokenizer.convert_tokens_to_ids([*begin, *(prompt + " c\n\nUser:")])
+        assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w]) == learnt
+    assert renderer.get_stop_sequences() == ["\n\nUser:"]
+
+
+def test_role_colon_parsing_with_a_real_tokenizer(tokenizers):
+    tokenizer = tokenizers["gpt2"]
+    renderer = get_renderer("role_colon", tokenizer)
+    said = {"role": "assistant", "content": "It is 4."}
+    assert renderer.parse_response(tokenizer.encode(" It is 4.\n\nUser:")) == (said, True)
+    assert renderer.parse_response([*tokenizer.encode(" It is 4."), tokenizer.eos_token_id]) == (said, True)
+    assert renderer.parse_response(tokenizer.encode(" It is 4.")) == (said, False)
+    prompt = renderer.build_generation_prompt([ASK]).to_ints()
+    assert prompt == tokenizer.encode("User: 2+2?\n\nAssistant:")
+    example, weights = renderer.build_supervised_example([ASK, FOUR])
+    learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
+    assert example.to_ints()[: len(prompt)] == prompt and learnt == tokenizer.encode(" It is 4.\n\nUser:")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
+def test_what_cannot_be_learnt_is_an_error(tokenizers, name):
+    renderer = get_renderer(name, tokenizers["qwen2.5"])
+    with pytest.raises(ValueError, match=r"ends with a message of the assistant.*\['assistant', 'user'\]"):
+        renderer.build_supervised_example([HELLO, HI])
+    with pytest.raises(ValueError, match="train_on is"):
+        renderer.build_supervised_example([ASK, FOUR], "everything")
+
+
+def test_unknown_renderers_and_stray_settings(characters):
+    with pytest.raises(ValueError, match="did you mean 'role_colon'") as error:
+        get_renderer("rolecolon", characters())
+    assert all(name in str(error.value) for name in RENDERER_NAMES)
+    with pytest.raises(ValueError, match="takes no settings"):
+        get_renderer("plain", characters(), enable_thinking=False)
+
+
+def test_recommendations(shared_data, tmp_path):
+    assert get_recommended_renderer_name("tiny:addition") == "plain"
+    assert get_recommended_renderer_name("Qwen/Qwen2.5-0.5B-Instruct") == "chat_template"
+    for name, renderer in {"qwen2.5": "chat_template", "qwen3": "chat_template", "gpt2": "plain"}.items():
+        assert get_recommended_renderer_name(str(shared_data / "tokenizers" / name)) == renderer
+    assert get_recommended_renderer_name(str(tmp_path)) == "plain"
+    # by hand: at width 2000 every family has 5e-4; 896 wide: 5e-4 * (2000 / 896)^0.0775, and so on
+    assert get_recommended_lora_lr(2000, "llama") == pytest.approx(5e-4)
+    assert get_recommended_lora_lr(896, "qwen") == pytest.approx(5.3209e-4, rel=1e-3)
+    assert get_recommended_lora_lr(8000, "llama") == pytest.approx(5e-4 * 2 ** (-2 * 0.781))
+    with pytest.raises(ValueError, match="qwen, llama"):
+        get_recommended_lora_lr(2048, "gpt")

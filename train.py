@@ -1,0 +1,19 @@
+"""Train a language model: `accelerate launch train.py [METHOD] [RECIPE.yaml] [--flags]`, or plain `python train.py`.
+
+No words at all run the default recipe, recipes/addition.yaml. `--help` lists methods and recipes,
+`METHOD --help` every setting.
+"""
+
+import sys
+from pathlib import Path
+
+from rl.cli import parse
+from rl.methods import METHODS
+from rl.settings import RunSettings
+
+if __name__ == "__main__":
+    run = parse(sys.argv[1:], METHODS, Path(__file__).parent / "recipes" / "addition.yaml", options=RunSettings)
+
+    from rl.entry import main  # torch and everything heavy, once there is something to run
+
+    sys.exit(main(run))
