@@ -5,7 +5,7 @@ Four plans, chosen from what needs a gradient and from the budget of bytes:
     saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all)
     expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
     recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
-The work is done by linear_logprob_triton.py on CUDA and by linear_logprob_torch.py elsewhere; both have the same functions.
+The work is done by linear_logprob_triton.py on CUDA (launched by linear_logprob_launch.py) and by linear_logprob_torch.py elsewhere; both have the same functions.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NAME = "linear_logprob"
 def _backend(tensor: Tensor) -> ModuleType:
     if not triton_works(tensor):
         return linear_logprob_torch
-    from kernels import linear_logprob_triton
+    from kernels import linear_logprob_launch
 
-    return linear_logprob_triton
+    return linear_logprob_launch
 
 
 def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
     """Empty tensors for what a plan keeps: (payload, exponents), both of size 0 where it keeps nothing."""
-    tokens, nothing = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.int16)
+    tokens, nothing = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.float32)
     if plan == "expected":
         return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), nothing
     if plan != "saved":
@@ -58,7 +58,7 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
     from kernels.linear_logprob_triton import saved_tiles
 
-    exponents = hidden_TD.new_empty((saved_tiles(vocab, hidden_TD.shape[1], hidden_TD.dtype), tokens), dtype=torch.int16)
+    exponents = hidden_TD.new_empty((saved_tiles(vocab, hidden_TD.shape[1], hidden_TD.dtype), tokens), dtype=torch.float32)
     return hidden_TD.new_empty((tokens, vocab)), exponents
 
 
@@ -126,8 +126,8 @@ def _gradients(
     elif plan == "saved":
         # Kept rows are those that took part in the forward, closed up; the k-th used row is row k there.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
-        keep = (take(kept, at), exponents if at is None else exponents[:, at]) if exponents.numel() else (take(kept, at),)
-        grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, **wanted)
+        keep = (kept, exponents) if exponents.numel() else (kept,)
+        grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **wanted)
     else:
         grads = backend.backward(x, weight, y, bias, head, co, lse, **wanted)
     return _filled(hidden, Gradients(None if grads.x is None else put(grads.x, rows, hidden.shape[0]), grads.w, grads.bias))

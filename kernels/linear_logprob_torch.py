@@ -208,9 +208,10 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
 
 def saved_backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
-    logp_NV: Tensor, *, need_x: bool, need_w: bool, need_bias: bool,
+    kept_TV: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
 ) -> Gradients:  # fmt: skip
-    """`backward` from the kept log p. The kept tensor is left as it is: autograd may ask a second time."""
+    """`backward` from the kept log p; row i of x was row at_N[i] there (None: i). Kept values stay: there may be a second call."""
+    logp_NV = kept_TV[: len(x_ND)] if at_N is None else kept_TV[at_N]
     p = torch.exp2(logp_NV * LOG2E)
     slope = None
     if head.softcap is not None:

@@ -24,7 +24,7 @@ def main(run: Run) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
-        help_pages.fail([str(error)], see="python train.py --help")
+        help_pages.fail([str(error)], see="python train.py --help", outcome="the run stopped")
     return 0
 
 

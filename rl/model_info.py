@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.errors import UserError
+
 Family = Literal["qwen", "llama"]
 _EXPONENTS: dict[str, float] = {"qwen": 0.0775, "llama": 0.781}
 
@@ -29,10 +31,10 @@ def get_recommended_lora_lr(hidden_size: int, family: Family) -> float:
     Source: Tinker's published rule; the 10 is the ratio of a LoRA's best rate to that of training all weights.
     """
     if hidden_size < 1:
-        raise ValueError(f"hidden_size is at least 1, got {hidden_size}")
+        raise UserError(f"hidden_size is at least 1, got {hidden_size}")
     if family.lower() not in _EXPONENTS:
         known = ", ".join(_EXPONENTS)
-        raise ValueError(f"the rule is known for the families {known}; got {family!r}: give a learning rate yourself")
+        raise UserError(f"the rule is known for the families {known}; got {family!r}: give a learning rate yourself")
     return 5e-5 * 10.0 * (2000.0 / hidden_size) ** _EXPONENTS[family.lower()]
 
 
@@ -46,5 +48,5 @@ def _has_template(folder: Path) -> bool:
     try:
         content: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{settings} is no JSON: {error}") from error
+        raise UserError(f"{settings} is no JSON: {error}") from error
     return bool(content.get("chat_template"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,8 @@ def _stages(
             previous = _final_path(folder, plan.name)
             first_step += steps + 1
             continue
-        policy = _policy(service, plan.settings.model, previous, position.state_path if here else None, run.options.seed)
+        begin = None if names_its_model(run.stages, index) else previous
+        policy = _policy(service, plan.settings.model, begin, position.state_path if here else None, run.options.seed)
         stage = _stage(run, index, plan, policy, first_step, position if here else None, logbook, console, keeper, stop_request)
         if not started:
             _introduce(run, folder, policy, console)
@@ -166,15 +167,25 @@ def _final_path(folder: Path, stage: str) -> str:
     raise UserError(f"the run in {folder} has no checkpoint of the end of stage {stage}: it cannot go on from there")
 
 
+def names_its_model(stages: Sequence[StagePlan], index: int) -> bool:
+    """Whether a stage begins from a base model of its own: the first, and one that names another than those before it.
+
+    What stands for all stages (at a recipe's top, or on the line) names the model that the first begins from.
+    """
+    default = ModelSettings().base_model
+    *before, asked = [stage.settings.model.base_model for stage in stages[: index + 1]]
+    named = [base for base in before if base != default]
+    return not before or asked not in (default, *named[-1:])
+
+
 def _policy(
     service: ServiceClient, model: ModelSettings, previous: str | None, resume_from: str | None, seed: int
 ) -> TrainingClient:
-    """The learner of a stage: resumed, from the weights of the stage before, or from the base model."""
+    """The learner of a stage: resumed, from `previous` (the last checkpoint of the stage before), or from its base model."""
     if resume_from is not None:
         return service.create_training_client_from_state_with_optimizer(resume_from)
-    named = previous is None or model.base_model != ModelSettings().base_model
-    base = model.base_model if named or previous is None else str(Path(previous) / "model")
-    if not named and previous is not None and (Path(base) / "adapter_config.json").is_file():
+    base = model.base_model if previous is None else str(Path(previous) / "model")
+    if previous is not None and (Path(base) / "adapter_config.json").is_file():
         return service.create_training_client_from_state(previous)  # the stage before trained an adapter: go on with it
     if model.lora_rank == 0:
         return service.create_full_training_client(base, tokenizer=model.tokenizer, seed=derive_seed(seed, "weights") % 2**31)

@@ -241,7 +241,8 @@ def test_without_the_hub_the_error_says_what_to_do(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent
     )
     last = out.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError: hub data set 'someone/nothing'") and "HF_HUB_OFFLINE" in last and ".jsonl" in last
+    assert last.startswith("rl.errors.UserError: hub data set 'someone/nothing'")
+    assert "HF_HUB_OFFLINE" in last and ".jsonl" in last
 
 
 def test_a_row_without_text_to_learn_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 
 from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
 from rl.types import Problem
 
 _LOW, _HIGH = 10, 99
@@ -36,7 +37,7 @@ def _noise(options: Mapping[str, str]) -> float:
         noise = -1.0
     if set(options) - {"noise"} or not 0 <= noise <= 1:
         got = ",".join(f"{key}={value}" for key, value in options.items())
-        raise ValueError(f"addition takes the option noise=P with P from 0 to 1, e.g. 'addition:noise=0.7'; got {got!r}")
+        raise UserError(f"addition takes the option noise=P with P from 0 to 1, e.g. 'addition:noise=0.7'; got {got!r}")
     return noise
 
 
@@ -50,7 +51,7 @@ def addition(
     """
     noise = _noise(options or {})
     if split not in ("train", "test"):
-        raise ValueError(f"addition has the splits 'train' and 'test', got {split!r}")
+        raise UserError(f"addition has the splits 'train' and 'test', got {split!r}")
     pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(_LOW, _HIGH + 1) if is_test(a, b) == (split == "test")]
     system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     problems = [

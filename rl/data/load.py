@@ -12,6 +12,7 @@ from rl.data.addition import addition
 from rl.data.formats import GSM8K, Alpaca, Columns, Messages, RowFormat
 from rl.data.problem_set import ProblemSet
 from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, OnBadRow, Row, find_file, read_file, read_hub
+from rl.errors import UserError
 from rl.types import Problem
 
 Format = Literal["auto", "columns", "messages", "alpaca", "gsm8k"]
@@ -48,11 +49,11 @@ def load_problems(
         them and goes on.
     """
     if format not in FORMATS:
-        raise ValueError(f"format is one of {', '.join(FORMATS)}; got {format!r}")
+        raise UserError(f"format is one of {', '.join(FORMATS)}; got {format!r}")
     if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row is 'error' or 'skip', got {on_bad_row!r}")
+        raise UserError(f"on_bad_row is 'error' or 'skip', got {on_bad_row!r}")
     if limit is not None and limit < 1:
-        raise ValueError(f"limit is at least 1 (None: all rows), got {limit}")
+        raise UserError(f"limit is at least 1 (None: all rows), got {limit}")
     name, _, options = str(source).partition(":")
     if name in GENERATED:
         generated = addition(split, _options(options), tag=tag or name, system_prompt=system_prompt)
@@ -61,7 +62,7 @@ def load_problems(
     named = dict(prompt_column=prompt_column, response_column=response_column, answer_column=answer_column)
     problems = _problems(rows, format, named, limit, system_prompt, tag or label, BadRows(on_bad_row))
     if not problems:
-        raise ValueError(f"{source} (split {split!r}) holds no row")
+        raise UserError(f"{source} (split {split!r}) holds no row")
     return ProblemSet(problems, name=f"{label}/{split}")
 
 
@@ -78,14 +79,14 @@ def _rows(source: str, split: str, config: str | None) -> tuple[Iterator[Row], s
         return read_file(path), path.parent.resolve().name
     if path.is_file():
         if not path.name.endswith(FILE_SUFFIXES):
-            raise ValueError(f"data file {path} has none of the suffixes {', '.join(FILE_SUFFIXES)}")
+            raise UserError(f"data file {path} has none of the suffixes {', '.join(FILE_SUFFIXES)}")
         return read_file(path), path.name.split(".")[0]
     looks_like_path = source.startswith((os.sep, "./", "../", "~")) or source.endswith(FILE_SUFFIXES) or source.count("/") > 1
     if looks_like_path:
-        raise ValueError(f"data file or folder {source} does not exist (seen from {Path.cwd()})")
+        raise UserError(f"data file or folder {source} does not exist (seen from {Path.cwd()})")
     near = difflib.get_close_matches(source.partition(":")[0], GENERATED, n=1, cutoff=0.75)
     if near:
-        raise ValueError(f"no data source is named {source!r}: did you mean {near[0]!r}?")
+        raise UserError(f"no data source is named {source!r}: did you mean {near[0]!r}?")
     if config is None and source in ("openai/gsm8k", "gsm8k"):
         source, config = "openai/gsm8k", "main"
     return read_hub(source, config, split), source.rpartition("/")[2]

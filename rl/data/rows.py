@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 OnBadRow = Literal["error", "skip"]
@@ -45,7 +47,7 @@ class BadRows:
         first = "\n  ".join(self.found[:5]) + ("\n  ..." if len(self.found) > 5 else "")
         summary = f"{len(self.found)} bad rows beside {good} good ones:\n  {first}"
         if self.on_bad_row == "error":
-            raise ValueError(f"{summary}\nMend them, or leave them out with on_bad_row='skip'.")
+            raise UserError(f"{summary}\nMend them, or leave them out with on_bad_row='skip'.")
         logger.warning("skipped %s", summary)
 
 
@@ -55,7 +57,7 @@ def find_file(folder: Path, split: str) -> Path:
         if (folder / f"{split}{suffix}").is_file():
             return folder / f"{split}{suffix}"
     there = sorted(path.name for path in folder.iterdir())
-    raise ValueError(f"folder {folder} has no {split}.jsonl or {split}.json; it holds {', '.join(there[:20]) or 'nothing'}")
+    raise UserError(f"folder {folder} has no {split}.jsonl or {split}.json; it holds {', '.join(there[:20]) or 'nothing'}")
 
 
 def read_file(path: Path) -> Iterator[Row]:
@@ -96,26 +98,26 @@ def _json_list(text: bytes, path: Path) -> Iterator[Row]:
     try:
         values = json.loads(text.decode("utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); a file of one object a line is named .jsonl") from error
+        raise UserError(f"{path} is no JSON ({error}); a file of one object a line is named .jsonl") from error
     if not isinstance(values, list):
-        raise ValueError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
+        raise UserError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
     for number, value in enumerate(values, start=1):
         yield Row(f"{path.name} row {number}", _object(value))
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """The rows of a hub data set. Raises ValueError with a remedy where it cannot be had."""
+    """The rows of a hub data set. Raises UserError with a remedy where it cannot be had."""
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"data set {name!r} is taken for a hub name, and hub data sets need the package `datasets`: pip install datasets"
         ) from error
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be loaded: {reason}. Without network it must "
             "be in the hub's cache (HF_HUB_OFFLINE=1 then keeps it from asking); or give the path of a .jsonl file instead"
         ) from error

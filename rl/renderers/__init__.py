@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from rl.errors import UserError
 from rl.renderers.base import Renderer, TrainOn
 from rl.renderers.chat_template import ChatTemplateRenderer
 from rl.renderers.text import PlainRenderer, RoleColonRenderer
@@ -37,7 +38,7 @@ def get_renderer(name: str, tokenizer: Any, **template_settings: Any) -> Rendere
     if name not in RENDERER_NAMES:
         near = difflib.get_close_matches(name, RENDERER_NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no renderer is named {name!r}: {hint}there are {', '.join(RENDERER_NAMES)}")
+        raise UserError(f"no renderer is named {name!r}: {hint}there are {', '.join(RENDERER_NAMES)}")
     if template_settings:
-        raise ValueError(f"the renderer {name!r} uses no template, so it takes no settings; got {sorted(template_settings)}")
+        raise UserError(f"the renderer {name!r} uses no template, so it takes no settings; got {sorted(template_settings)}")
     return PlainRenderer(tokenizer) if name == "plain" else RoleColonRenderer(tokenizer)

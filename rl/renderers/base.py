@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl.errors import UserError
 from rl.types import Message, ModelInput
 
 TrainOn = Literal["last_assistant", "all_assistant"]
@@ -75,19 +76,19 @@ def weighted_example(pieces: Sequence[tuple[Sequence[int], float]]) -> tuple[Mod
 
 
 def trained_indices(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
-    """Which messages are learnt. Raises ValueError where the conversation does not fit."""
+    """Which messages are learnt. Raises UserError where the conversation does not fit."""
     if train_on not in ("last_assistant", "all_assistant"):
-        raise ValueError(f"train_on is 'last_assistant' or 'all_assistant', got {train_on!r}")
+        raise UserError(f"train_on is 'last_assistant' or 'all_assistant', got {train_on!r}")
     roles = [message["role"] for message in messages]
     if not roles or roles[-1] != "assistant":
-        raise ValueError(f"a supervised example ends with a message of the assistant, this one has the roles {roles}")
+        raise UserError(f"a supervised example ends with a message of the assistant, this one has the roles {roles}")
     return [len(roles) - 1] if train_on == "last_assistant" else [i for i, role in enumerate(roles) if role == "assistant"]
 
 
 def text_of(message: Message) -> str:
     """The content of a message that must be text."""
     if not isinstance(message.get("content"), str):
-        raise ValueError(f"this renderer takes text as content, got {message!r}; a model's own template may take it")
+        raise UserError(f"this renderer takes text as content, got {message!r}; a model's own template may take it")
     return message["content"]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.errors import UserError
 from rl.renderers.base import Renderer, Span, TrainOn, trained_indices, weighted_example
 from rl.types import Message, ModelInput
 
@@ -25,7 +26,7 @@ class ChatTemplateRenderer(Renderer):
     def __init__(self, tokenizer: Any, **template_settings: Any):
         super().__init__(tokenizer)
         if tokenizer.chat_template is None:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer 'role_colon' or 'plain' for "
                 "a base model, or set tokenizer.chat_template"
             )
@@ -41,7 +42,7 @@ class ChatTemplateRenderer(Renderer):
     ) -> tuple[ModelInput, np.ndarray]:
         """See `Renderer`. What the template writes after an end-of-turn mark (a line break) has weight 0.
 
-        Raises ValueError where the template gives a message another text than the model would have seen when it wrote it.
+        Raises UserError where the template gives a message another text than the model would have seen when it wrote it.
         """
         text = self._text(messages, generation=False)
         spans = [self._span(text, messages, index) for index in trained_indices(messages, train_on)]
@@ -68,7 +69,7 @@ class ChatTemplateRenderer(Renderer):
 
     def _text(self, messages: Sequence[Message], generation: bool) -> str:
         if not messages:
-            raise ValueError("there is no message to render; at least one of the user is needed")
+            raise UserError("there is no message to render; at least one of the user is needed")
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=generation, **self.template_settings
         )
@@ -83,7 +84,7 @@ class ChatTemplateRenderer(Renderer):
         for token in self.encode(after):
             if token in special:
                 return str(self.tokenizer.convert_ids_to_tokens(token))
-        raise ValueError(
+        raise UserError(
             f"the chat template of {self.tokenizer.name_or_path!r} ends an assistant's message with {after!r}, which holds no "
             "special token, so nothing tells the sampler to stop; use the renderer 'role_colon'"
         )
@@ -98,14 +99,14 @@ class ChatTemplateRenderer(Renderer):
         end = text.find(self._end_of_turn, after)
         if end < 0:
             mark, there = self._end_of_turn, text[begin:][:80]
-            raise ValueError(f"the chat template does not end message {index} with {mark!r}: {there!r}")
+            raise UserError(f"the chat template does not end message {index} with {mark!r}: {there!r}")
         return begin, end + len(self._end_of_turn)
 
     def _begin_of_content(self, text: str, messages: Sequence[Message], index: int) -> int:
         """Where message `index` begins, in a template that writes history otherwise than it prompts (without thoughts)."""
         if index == len(messages) - 1:
             prompt = self._text(messages[:-1], generation=True)
-            raise ValueError(
+            raise UserError(
                 "the chat template renders this conversation otherwise than the prompt of its last message, so the model would "
                 f"learn from a prompt that it never sees: the prompt ends in {prompt[-80:]!r}, "
                 f"the conversation in {text[-160:]!r}. Leave out thoughts, or pass the template setting that keeps them"
@@ -113,5 +114,5 @@ class ChatTemplateRenderer(Renderer):
         probed = [*messages[:index], {**messages[index], "content": _PROBE}, *messages[index + 1 :]]
         before, _, after = self._text(probed, generation=False).partition(_PROBE)
         if not (text.startswith(before) and text.endswith(after)):
-            raise ValueError(f"the chat template mixes message {index} with others: train on 'last_assistant' alone")
+            raise UserError(f"the chat template mixes message {index} with others: train on 'last_assistant' alone")
         return len(before)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.errors import UserError
 from rl.renderers.base import Renderer, TrainOn, begin_tokens, text_of, trained_indices, weighted_example
 from rl.types import Message, ModelInput
 
@@ -23,7 +24,7 @@ class PlainRenderer(Renderer):
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer)
         if tokenizer.eos_token_id is None:
-            raise ValueError("the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its eos_token")
+            raise UserError("the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its eos_token")
         self._eos: int = tokenizer.eos_token_id
         self._begin = begin_tokens(tokenizer)
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, SupportsFloat, TypeVar
 
+from rl.errors import UserError
+
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,14 +56,14 @@ def register_reward(
     that the function ends by itself within milliseconds, whatever the response: it then runs in the training process.
     """
     if not name or ":" in name:
-        raise ValueError(f"a reward's name is not empty and holds no ':' (that is for 'module:object'), got {name!r}")
+        raise UserError(f"a reward's name is not empty and holds no ':' (that is for 'module:object'), got {name!r}")
 
     def decorate(target: F) -> F:
         builtin = target.__module__.startswith("rl.rewards.")
         old = _REGISTRY.get(name)
         if old is not None and not replace and _qualified_name(old.target) != _qualified_name(target):
             if not old.builtin:
-                raise ValueError(
+                raise UserError(
                     f"reward {name!r} is already registered by {_qualified_name(old.target)}: choose another name, "
                     f"or register_reward({name!r}, replace=True) to take its place"
                 )
@@ -139,11 +141,11 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
     """
     if isinstance(spec, Reward):
         if settings:
-            raise ValueError(f"{spec!r} is resolved already and takes no settings, got {sorted(settings)}: pass its name")
+            raise UserError(f"{spec!r} is resolved already and takes no settings, got {sorted(settings)}: pass its name")
         return spec
     if not isinstance(spec, str):
         if not callable(spec):
-            raise ValueError(f"a reward is a name, 'module:object' or a callable, got {spec!r}")
+            raise UserError(f"a reward is a name, 'module:object' or a callable, got {spec!r}")
         name = getattr(spec, "__name__", type(spec).__name__)
         return Reward(name, _bind(name, spec, settings))
     if ":" in spec:
@@ -153,7 +155,7 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
         near = difflib.get_close_matches(spec, _REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         known = ", ".join(registered_rewards())
-        raise ValueError(f"no reward is named {spec!r}: {hint}registered are {known}; your own is given as 'module:function'")
+        raise UserError(f"no reward is named {spec!r}: {hint}registered are {known}; your own is given as 'module:function'")
     function = _bind(spec, entry.target, settings)
     if isinstance(function, Combined):  # as bounded as its parts, and it needs what they need
         needs = tuple(module for part in function.rewards() for module in part.needs)
@@ -191,11 +193,11 @@ def _bind(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) ->
     listing = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
     unknown = sorted(set(settings) - set(accepted))
     if unknown and not open_ended:
-        raise ValueError(f"reward {name!r} has no setting {', '.join(map(repr, unknown))}: {listing}")
+        raise UserError(f"reward {name!r} has no setting {', '.join(map(repr, unknown))}: {listing}")
     required = [p.name for p in parameters if p.default is inspect.Parameter.empty and p.name in accepted]
     missing = [key for key in required if key not in settings]
     if missing:
-        raise ValueError(f"reward {name!r} needs the setting {', '.join(map(repr, missing))}: {listing}")
+        raise UserError(f"reward {name!r} needs the setting {', '.join(map(repr, missing))}: {listing}")
     if isinstance(target, type):
         return target(**settings)
     return functools.partial(target, **settings) if settings else target
@@ -204,13 +206,13 @@ def _bind(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) ->
 def _from_address(spec: str, settings: Mapping[str, Any]) -> RewardFunction:
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
-        raise ValueError(f"reward {spec!r}: 'module:object' or 'path/to/file.py:object' is expected")
+        raise UserError(f"reward {spec!r}: 'module:object' or 'path/to/file.py:object' is expected")
     if place.endswith(".py"):
         return _FileFunction(str(Path(place).expanduser().resolve()), attribute, settings)
     try:
         module = importlib.import_module(place)
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"reward {spec!r}: importing {place!r} failed ({type(error).__name__}: {error}); it must be importable from "
             f"where you run (PYTHONPATH), or be given as 'path/to/file.py:{attribute}'"
         ) from error
@@ -225,7 +227,7 @@ def _attribute(module: ModuleType, dotted: str, spec: str) -> Callable[..., Any]
         here = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         near = difflib.get_close_matches(dotted, here, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"reward {spec!r}: {dotted!r} is no callable there; {hint}it has {', '.join(here) or 'none'}")
+        raise UserError(f"reward {spec!r}: {dotted!r} is no callable there; {hint}it has {', '.join(here) or 'none'}")
     return found
 
 
@@ -235,7 +237,7 @@ def _load_file(path: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not Path(path).is_file():
-        raise ValueError(f"reward file {path} does not exist")
+        raise UserError(f"reward file {path} does not exist")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # true of every .py path
     module = importlib.util.module_from_spec(spec)
@@ -244,5 +246,5 @@ def _load_file(path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # boundary: the user's module
         del sys.modules[name]
-        raise ValueError(f"reward file {path} failed to load: {type(error).__name__}: {error}") from error
+        raise UserError(f"reward file {path} failed to load: {type(error).__name__}: {error}") from error
     return module

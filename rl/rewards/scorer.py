@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rl.errors import UserError
 from rl.rewards.registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.workers import (
     Item,
@@ -86,21 +87,21 @@ class Scorer:
     - "thread": closures, lambdas and functions of the script itself (`__main__`, which a worker must not run again). One that
       hangs is abandoned: its sample is given up, but its thread goes on. Move the function into a module to have it killed.
     `workers`: how many at a time; default half the cores, from 2 to 16, for processes; 1 for threads, so that a closure
-    need not be thread-safe. Safe to use from any thread. A reward that cannot be loaded is a ValueError here.
+    need not be thread-safe. Safe to use from any thread. A reward that cannot be loaded is a UserError here.
     """
 
     def __init__(self, reward: str | RewardFunction | Reward, *, timeout: float = 10.0, workers: int | None = None):
         if not timeout > 0:
-            raise ValueError(f"a reward's timeout is a positive number of seconds, got {timeout}")
+            raise UserError(f"a reward's timeout is a positive number of seconds, got {timeout}")
         if workers is not None and workers < 1:
-            raise ValueError(f"a scorer has at least 1 worker, got {workers}")
+            raise UserError(f"a scorer has at least 1 worker, got {workers}")
         self.reward = resolve_reward(reward)
         self.timeout = timeout
         self.counts = {"calls": 0, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
         for module in self.reward.needs:
             if importlib.util.find_spec(module) is None:
                 package = module.replace("_", "-")
-                raise ValueError(f"reward {self.reward.name!r} needs the package {package}: pip install {package}")
+                raise UserError(f"reward {self.reward.name!r} needs the package {package}: pip install {package}")
         self.place: Place = _place(self.reward)
         self._lock = threading.Condition()
         self._waiting: deque[PendingScore] = deque()
@@ -120,7 +121,7 @@ class Scorer:
         first.done.wait()
         if first.error is not None:
             self.close()
-            raise ValueError(f"reward {self.reward.name!r} cannot be used: {first.error}")
+            raise UserError(f"reward {self.reward.name!r} cannot be used: {first.error}")
 
     def submit(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> PendingScore:
         """Hand over a response; its score is worked out while the caller goes on."""

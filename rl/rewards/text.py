@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rl.errors import UserError
 from rl.rewards.registry import Combined, Reward, RewardResult, register_reward, resolve_reward
 
 
@@ -32,7 +33,7 @@ class KeywordContains:
 
     def __init__(self, *, keywords: Sequence[str], case_sensitive: bool = False):
         if isinstance(keywords, str) or not keywords or not all(isinstance(word, str) and word for word in keywords):
-            raise ValueError(f"keyword_contains: keywords is a list of one or more texts, got {keywords!r}")
+            raise UserError(f"keyword_contains: keywords is a list of one or more texts, got {keywords!r}")
         self.case_sensitive = case_sensitive
         self.keywords = [word if case_sensitive else word.lower() for word in keywords]
 
@@ -49,11 +50,11 @@ class LengthPenalty:
         self, *, target_length: int, penalty_scale: float = 0.01, unit: Literal["words", "characters"] = "words"
     ):
         if target_length < 0:
-            raise ValueError(f"length_penalty: target_length is at least 0, got {target_length}")
+            raise UserError(f"length_penalty: target_length is at least 0, got {target_length}")
         if not penalty_scale >= 0:
-            raise ValueError(f"length_penalty: penalty_scale is at least 0 (the reward is its negative), got {penalty_scale}")
+            raise UserError(f"length_penalty: penalty_scale is at least 0 (the reward is its negative), got {penalty_scale}")
         if unit not in ("words", "characters"):
-            raise ValueError(f"length_penalty: unit is 'words' or 'characters', got {unit!r}")
+            raise UserError(f"length_penalty: unit is 'words' or 'characters', got {unit!r}")
         self.target_length, self.penalty_scale, self.unit = target_length, penalty_scale, unit
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
@@ -92,10 +93,10 @@ class FormatCompliance:
         try:
             self.patterns = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
         except re.error as error:
-            raise ValueError(f"format_compliance: {error.pattern!r} is no regular expression: {error}") from error
+            raise UserError(f"format_compliance: {error.pattern!r} is no regular expression: {error}") from error
         self.json, self.numbered_list = json, numbered_list
         if not (self.patterns or json or numbered_list):
-            raise ValueError("format_compliance has nothing to check: give patterns=[...], json=True or numbered_list=True")
+            raise UserError("format_compliance has nothing to check: give patterns=[...], json=True or numbered_list=True")
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
         checks = [pattern.search(response) is not None for pattern in self.patterns]
@@ -117,10 +118,10 @@ class Composite(Combined):
     def __init__(self, *, weights: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]] | None = None):
         settings = settings or {}
         if not weights:
-            raise ValueError("composite: weights is {reward: weight} with at least one reward, got none")
+            raise UserError("composite: weights is {reward: weight} with at least one reward, got none")
         stray = sorted(set(settings) - set(weights))
         if stray:
-            raise ValueError(f"composite: settings for {stray}, which weights does not name ({sorted(weights)})")
+            raise UserError(f"composite: settings for {stray}, which weights does not name ({sorted(weights)})")
         self.parts = [
             (resolve_reward(spec, **settings.get(spec, {})), float(weight)) for spec, weight in weights.items()
         ]

@@ -32,6 +32,11 @@ class Grid:
         in_place = prompts * width == len(cell) and bool((cell == np.arange(len(cell))).all())
         return cls(prompts, width, None if in_place else torch.from_numpy(cell).to(device))
 
+    @property
+    def one_to_one(self) -> bool:
+        """Row i alone answers prompt i."""
+        return self.width == 1 and self.cell_N is None
+
     def spread(self, x_NHrX: Tensor) -> Tensor:
         """Rows to the grid, [P * H, G * r, X]; empty cells are zero."""
         _, heads, repeat, width = x_NHrX.shape
@@ -59,7 +64,20 @@ def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
     return torch.bmm(q.float(), k.float().transpose(1, 2))
 
 
-def decode_attention(
+def attention(q_NHrD: Tensor, kv: Tensor, hidden_NL: Tensor | None) -> Tensor:
+    """Each row over keys and values of its own, [N, H, r, D]. Queries come scaled.
+
+    `kv` [2, N, H, L, D]: keys, then values. The mask is True where a position is not to be seen (None: all are seen); what lies
+    there must be finite.
+    """
+    score_NHrL = scores_fp32(q_NHrD.flatten(0, 1), kv[0].flatten(0, 1)).view(*q_NHrD.shape[:3], -1)
+    if hidden_NL is not None:
+        score_NHrL.masked_fill_(hidden_NL[:, None, None], -torch.inf)
+    probability_NHrL = score_NHrL.softmax(-1).to(q_NHrD.dtype)
+    return torch.bmm(probability_NHrL.flatten(0, 1), kv[1].flatten(0, 1)).view(q_NHrD.shape)
+
+
+def shared_attention(
     q_NHrD: Tensor,
     prompt_kv: Tensor,
     row_kv: Tensor,
@@ -67,10 +85,9 @@ def decode_attention(
     prompt_hidden_PL: Tensor | None,
     row_hidden_NL: Tensor | None,
 ) -> Tensor:
-    """softmax over a row's prompt and its own response together, [N, H, r, D]. Queries come scaled.
+    """Each row over its prompt, shared with other rows, and its own response: one softmax over both. As `attention` otherwise.
 
-    `prompt_kv` [2, P, H, L, D], `row_kv` [2, N, H, L, D]: keys, then values. The masks are True where a position is not to be
-    seen (None: all are seen); what lies there must be finite.
+    `prompt_kv` [2, P, H, L, D], `row_kv` [2, N, H, L, D].
     """
     heads = q_NHrD.shape[1]
     prompt_k, prompt_v = prompt_kv[0].flatten(0, 1), prompt_kv[1].flatten(0, 1)

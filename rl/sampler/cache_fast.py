@@ -1,68 +1,100 @@
 """The fast decoder's cache: per layer one block of prompts and one block of responses, allocated before they are filled.
 
-A response starts at position 0 of its row's block, so rows are never padded by the length of their prompt.
+A response starts at position 0 of its row's block, so rows are never padded by the length of their prompt. Where every prompt has
+one row, the two blocks are two parts of one tensor, and attention reads it in one go.
 Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.attention import Grid, decode_attention
+from rl.sampler.attention import Grid, attention, shared_attention
 from rl.sampler.cache import DecodeState, LogitsReader
 
 if TYPE_CHECKING:
     from rl.sampler.decoder_fast import FastDecoder
 
+Read = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Slots, and positions in each."""
+
+    prompts: int = 0
+    prompt_positions: int = 0
+    rows: int = 0
+    row_positions: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt_positions + self.rows * self.row_positions
+
 
 class FastState(DecodeState):
-    """Blocks [2, P, K, T, D] of prompts and [2, N, K, T, D] of rows for each layer: keys, then values."""
+    """`prompt_kv` [2, P, K, T, D] and `row_kv` [2, N, K, T, D] for each layer: keys, then values.
+
+    `joint` [2, N, K, T, D] holds both, the prompt's positions first, where prompts and rows are allocated one to one.
+    """
 
     def __init__(self, decoder: FastDecoder, kv_cache_tokens: int):
         super().__init__()
         self.decoder = decoder
         self.budget = kv_cache_tokens
-        self.capacity = (0, 0, 0, 0)  # prompts, positions of each, rows, positions of each
-        self.prompt_kv = [self._block(0, 0) for _ in decoder.layers]
-        self.row_kv = [self._block(0, 0) for _ in decoder.layers]
+        self.capacity = Capacity()
+        empty = self._zeros(0, 0)
+        self.prompt_kv = [empty for _ in decoder.layers]
+        self.row_kv = [empty for _ in decoder.layers]
+        self.joint: list[Tensor] = []
         self._grid: Grid | None = None
         self._prompt_hidden_PL: Tensor | None = None
 
-    def _block(self, slots: int, positions: int) -> Tensor:
-        """Zeros: what is masked must be finite."""
+    def _zeros(self, slots: int, positions: int) -> Tensor:
+        """Zeros, because what is masked must be finite."""
         a = self.decoder.architecture
         shape = (2, slots, a.key_heads, positions, a.head_width)
         return torch.zeros(shape, dtype=self.decoder.dtype, device=self.decoder.device)
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
-        return prompts * longest_prompt + rows * longest_response
+        return Capacity(prompts, longest_prompt, rows, longest_response).tokens
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
         """Allocate if the blocks are too small: half as much again where they grow, as far as the budget allows."""
         needed = (prompts, longest_prompt, rows, longest_response)
-        if all(have >= need for have, need in zip(self.capacity, needed, strict=True)):
+        c = self.capacity
+        have = (c.prompts, c.prompt_positions, c.rows, c.row_positions)
+        if all(h >= n for h, n in zip(have, needed, strict=True)):
             return
-        pairs = list(zip(self.capacity, needed, strict=True))
-        grown = tuple(have if have >= need else max(need, have * 3 // 2) for have, need in pairs)
-        kept = tuple(max(have, need) for have, need in pairs)
-        self.capacity = next((c for c in (grown, kept) if self.cost(*c) <= self.budget), needed)
-        prompts, prompt_positions, rows, row_positions = self.capacity
-        live_prompt, live_row = self._live_lengths()
-        for blocks, slots, positions, count, length in (
-            (self.prompt_kv, prompts, prompt_positions, len(self.prompt_lengths), live_prompt),
-            (self.row_kv, rows, row_positions, len(self.response_lengths), live_row),
-        ):
-            for layer, old in enumerate(blocks):
-                blocks[layer] = self._block(slots, positions)
-                blocks[layer][:, :count, :, :length] = old[:, :count, :, :length]
+        grown = (h if h >= n else max(n, h * 3 // 2) for h, n in zip(have, needed, strict=True))
+        kept = (max(h, n) for h, n in zip(have, needed, strict=True))
+        options = (Capacity(*grown), Capacity(*kept))
+        self.capacity = next((option for option in options if option.tokens <= self.budget), Capacity(*needed))
+        self._allocate()
 
-    def _live_lengths(self) -> tuple[int, int]:
-        return int(self.prompt_lengths.max(initial=0)), int(self.response_lengths.max(initial=0))
+    def _allocate(self) -> None:
+        """New blocks of the present capacity, a layer at a time; what is running is copied."""
+        c = self.capacity
+        prompts, prompt_length = len(self.prompt_lengths), int(self.prompt_lengths.max(initial=0))
+        rows, row_length = len(self.response_lengths), int(self.response_lengths.max(initial=0))
+        joint: list[Tensor] = []
+        for layer in range(len(self.row_kv)):
+            old_prompt, old_row = self.prompt_kv[layer], self.row_kv[layer]
+            if c.prompts == c.rows:
+                joint.append(self._zeros(c.rows, c.prompt_positions + c.row_positions))
+                prompt, row = joint[-1].split([c.prompt_positions, c.row_positions], dim=3)
+            else:
+                prompt, row = self._zeros(c.prompts, c.prompt_positions), self._zeros(c.rows, c.row_positions)
+            prompt[:, :prompts, :, :prompt_length] = old_prompt[:, :prompts, :, :prompt_length]
+            row[:, :rows, :, :row_length] = old_row[:, :rows, :, :row_length]
+            self.prompt_kv[layer], self.row_kv[layer] = prompt, row
+        self.joint = joint
 
     def prefill(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None]) -> Tensor:
         first = len(self.prompt_lengths)
@@ -79,47 +111,67 @@ class FastState(DecodeState):
         return logits_PV
 
     def decode(self, tokens: np.ndarray) -> Tensor:
-        decoder, device = self.decoder, self.decoder.device
+        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
         rows, written = len(tokens), self.response_lengths
-        positions = self.prompt_lengths[self.prompt_of_row] + written
         longest = int(written.max())
+        even = int(written.min()) == longest
         slot_N = torch.arange(rows, device=device)
         written_N = torch.from_numpy(written).to(device)
-        hidden_NL = None
-        if int(written.min()) < longest:
-            hidden_NL = torch.arange(longest + 1, device=device) > written_N[:, None]
-        a, grid, prompt_longest = decoder.architecture, self._current_grid(), self._live_lengths()[0]
-        prompts = len(self.prompt_lengths)
+        read = self._reading(written_N, longest, even)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             block = self.row_kv[layer]
-            if hidden_NL is None:
+            if even:
                 block[0, :rows, :, longest] = k
                 block[1, :rows, :, longest] = v
             else:
                 block[0, slot_N, :, written_N] = k
                 block[1, slot_N, :, written_N] = v
-            q_NHrD = (q * a.head_width**-0.5).unflatten(1, (a.key_heads, -1))
-            prompt_kv = self.prompt_kv[layer][:, :prompts, :, :prompt_longest]
-            row_kv = block[:, :rows, :, : longest + 1]
-            return decode_attention(q_NHrD, prompt_kv, row_kv, grid, self._prompt_hidden_PL, hidden_NL).flatten(1)
+            return read(layer, (q * a.head_width**-0.5).unflatten(1, (a.key_heads, -1))).flatten(1)
 
+        positions = self.prompt_lengths[self.prompt_of_row] + written
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
         hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend)
         self.response_lengths = written + 1
         return decoder.head(hidden)
 
-    def _current_grid(self) -> Grid:
-        """The grid and the prompts' mask, made anew after rows entered or left."""
+    def _reading(self, written_N: Tensor, longest: int, even: bool) -> Read:
+        """How this step's attention reads the cache: (layer, scaled queries [N, K, r, D]) to outputs of that shape."""
+        rows, prompts = len(written_N), len(self.prompt_lengths)
+        grid, prompt_hidden_PL = self._current_grid()
+        columns = torch.arange(longest + 1, device=written_N.device)
+        row_hidden_NL = None if even else columns > written_N[:, None]
+        prompt_positions = int(self.prompt_lengths.max())
+        if self.joint and grid.one_to_one:
+            # Positions between a prompt's end and the responses' start are hidden, so no copy is needed.
+            start = self.capacity.prompt_positions
+            hidden_NL = None
+            if not even or prompt_hidden_PL is not None or prompt_positions < start:
+                hidden_NL = torch.zeros(rows, start + longest + 1, dtype=torch.bool, device=written_N.device)
+                hidden_NL[:, prompt_positions:start] = True
+                if prompt_hidden_PL is not None:
+                    hidden_NL[:, :prompt_positions] = prompt_hidden_PL
+                if row_hidden_NL is not None:
+                    hidden_NL[:, start:] = row_hidden_NL
+            return lambda layer, q: attention(q, self.joint[layer][:, :rows, :, : start + longest + 1], hidden_NL)
+        return lambda layer, q: shared_attention(
+            q,
+            self.prompt_kv[layer][:, :prompts, :, :prompt_positions],
+            self.row_kv[layer][:, :rows, :, : longest + 1],
+            grid,
+            prompt_hidden_PL,
+            row_hidden_NL,
+        )
+
+    def _current_grid(self) -> tuple[Grid, Tensor | None]:
+        """The grid and the prompts' mask [P, L], made anew after rows entered or left."""
         if self._grid is None:
             device = self.decoder.device
             self._grid = Grid.of(self.prompt_of_row, len(self.prompt_lengths), device)
             longest = int(self.prompt_lengths.max())
-            self._prompt_hidden_PL = None
-            if int(self.prompt_lengths.min()) < longest:
-                hidden = np.arange(longest) >= self.prompt_lengths[:, None]
-                self._prompt_hidden_PL = torch.from_numpy(hidden).to(device)
-        return self._grid
+            hidden_PL = np.arange(longest) >= self.prompt_lengths[:, None]
+            self._prompt_hidden_PL = torch.from_numpy(hidden_PL).to(device) if hidden_PL.any() else None
+        return self._grid, self._prompt_hidden_PL
 
     def _rows_changed(self) -> None:
         self._grid = None

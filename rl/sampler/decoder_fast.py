@@ -39,8 +39,7 @@ class LayerSpec:
     down: ProjectionSpec
     norm_in: str
     norm_mlp: str
-    norm_q: str | None
-    norm_k: str | None
+    norm_qk: str | None  # weights of the query norm and the key norm, one below the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,13 @@ class Architecture:
 class Layer:
     """A layer's tensors, looked up once."""
 
-    __slots__ = ("down", "gate_up", "norm_in", "norm_k", "norm_mlp", "norm_q", "out", "qkv")
+    __slots__ = ("down", "gate_up", "norm_in", "norm_mlp", "norm_qk", "out", "qkv")
 
     def __init__(self, spec: LayerSpec, buffers: dict[str, Tensor]):
         self.qkv, self.out = Projection(spec.qkv, buffers), Projection(spec.out, buffers)
         self.gate_up, self.down = Projection(spec.gate_up, buffers), Projection(spec.down, buffers)
         self.norm_in, self.norm_mlp = buffers[spec.norm_in], buffers[spec.norm_mlp]
-        self.norm_q = buffers[spec.norm_q] if spec.norm_q else None
-        self.norm_k = buffers[spec.norm_k] if spec.norm_k else None
+        self.norm_qk = buffers[spec.norm_qk] if spec.norm_qk else None
 
 
 class FastDecoder(Decoder):
@@ -87,6 +85,8 @@ class FastDecoder(Decoder):
         self.layers = [Layer(spec, buffers) for spec in architecture.layers]
         self.norm_E = buffers[architecture.norm]
         self.head = Projection(architecture.head, buffers)
+        kinds = [0] * architecture.heads + [1] * architecture.key_heads
+        self._head_kind = torch.tensor(kinds, device=self.device)
         self._rope = torch.empty(2, 0, architecture.head_width)
 
     @classmethod
@@ -130,10 +130,9 @@ class FastDecoder(Decoder):
         x = self.embed(ids)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(self.rms(x, layer.norm_in)).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
-            q, k, v = qkv.split([a.heads, a.key_heads, a.key_heads], dim=-2)
-            qk = qkv[..., : a.heads + a.key_heads, :]
-            if layer.norm_q is not None and layer.norm_k is not None:
-                qk = torch.cat([self.rms(q, layer.norm_q), self.rms(k, layer.norm_k)], dim=-2)
+            qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
+            if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
+                qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
             x = x + layer.out(attend(i, q, k, v))
             gate, up = layer.gate_up(self.rms(x, layer.norm_mlp)).chunk(2, dim=-1)
@@ -257,6 +256,5 @@ def _read_layer(key: str, layer: Any, builder: Builder) -> LayerSpec:
         down=builder.projection(f"{key}.down", [mlp.down_proj]),
         norm_in=builder.tensor(f"{key}.norm_in", layer.input_layernorm.weight),
         norm_mlp=builder.tensor(f"{key}.norm_mlp", layer.post_attention_layernorm.weight),
-        norm_q=builder.tensor(f"{key}.norm_q", attention.q_norm.weight) if normed else None,
-        norm_k=builder.tensor(f"{key}.norm_k", attention.k_norm.weight) if normed else None,
+        norm_qk=builder.tensors(f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight]) if normed else None,
     )

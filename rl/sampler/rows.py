@@ -6,6 +6,7 @@ import numpy as np
 
 from rl.sampler.streams import as_uint64, uniforms
 
+_UNIFORMS_AHEAD = 8
 _FIELDS = {
     "job": np.int64,  # the request's id
     "sample": np.int64,  # which of its samples
@@ -31,6 +32,8 @@ class Rows:
         self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
         self._logprobs = np.zeros((0, 16), np.float64)
         self._free = np.zeros(0, np.int64)
+        self._uniforms: np.ndarray | None = None  # [rows, the next tokens]: drawn ahead, as each call has a fixed cost
+        self._ahead = 0  # columns of it that are used up
 
     def __len__(self) -> int:
         return len(self._fields["job"])
@@ -52,6 +55,7 @@ class Rows:
         new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)
         new["drawn"] = np.zeros(len(within), np.int64)
         new["buffer"] = self._take_buffers(len(within))
+        self._uniforms = None
         self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
 
     def _take_buffers(self, count: int) -> np.ndarray:
@@ -72,8 +76,12 @@ class Rows:
         return self._tokens[self["buffer"], self["drawn"] - 1]
 
     def uniforms(self) -> np.ndarray:
-        """The uniform of each row's next token, float64."""
-        return uniforms(self["seed"], self["problem"], self["index"], self["drawn"].astype(np.uint64))
+        """The uniform of each row's next token, float64; to be followed by `record`."""
+        if self._uniforms is None or self._ahead == _UNIFORMS_AHEAD:
+            position = self["drawn"][:, None] + np.arange(_UNIFORMS_AHEAD)
+            names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
+            self._uniforms, self._ahead = uniforms(*names, position.astype(np.uint64)), 0
+        return self._uniforms[:, self._ahead]
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append a token and its logprob to each row."""
@@ -83,6 +91,7 @@ class Rows:
         self._tokens[self["buffer"], drawn] = tokens
         self._logprobs[self["buffer"], drawn] = logprobs
         self._fields["drawn"] = drawn + 1
+        self._ahead += 1
 
     def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """A row's tokens and logprobs so far (views)."""
@@ -102,3 +111,5 @@ class Rows:
         gone = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
         self._free = np.concatenate([self._free, gone])
         self._fields = {name: values[source] for name, values in self._fields.items()}
+        if self._uniforms is not None:
+            self._uniforms = self._uniforms[source]

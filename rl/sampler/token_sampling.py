@@ -62,11 +62,12 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
         cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p)
         scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
-    logz_N = torch.logsumexp(scaled_NV, dim=-1)
-    token_N = inverse_cdf((scaled_NV - logz_N[:, None]).exp_(), uniform_N)
+    largest_N1 = scaled_NV.amax(-1, keepdim=True)
+    token_N, sum_N = inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
     if settings.greedy_N is not None:
         token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
-    return token_N, scaled_NV.gather(1, token_N[:, None]).squeeze(1) - logz_N
+    shifted_N1 = scaled_NV.gather(1, token_N[:, None]) - largest_N1
+    return token_N, shifted_N1.squeeze(1) - sum_N.log().float()
 
 
 def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
@@ -84,33 +85,32 @@ def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     return torch.empty_like(scaled_NV).scatter_(-1, order_NV, kept_NV)
 
 
-def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes u. Sums in float64; never a token of probability zero.
+def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The token at which the cumulative weight passes u times its total, and that total. Never a token of weight zero.
 
-    The probabilities need not sum to one: u counts as a fraction of their sum.
+    The weights are unnormalised probabilities. Sums are in float64; a large vocabulary is searched block by block, so that a
+    cumulative sum over all of it is never stored.
     """
-    vocab = probability_NV.shape[-1]
+    vocab = weight_NV.shape[-1]
     if vocab <= _BLOCK:
-        cumulative_NV = probability_NV.cumsum(-1, dtype=torch.float64)
-        return _first_above(cumulative_NV, uniform_N * cumulative_NV[:, -1])
+        cumulative_NV = weight_NV.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative_NV, uniform_N * cumulative_NV[:, -1]), cumulative_NV[:, -1]
     blocks = -(-vocab // _BLOCK)
-    padded = torch.nn.functional.pad(probability_NV, (0, blocks * _BLOCK - vocab))
-    probability_NBb = padded.view(-1, blocks, _BLOCK)
-    cumulative_NB = probability_NBb.sum(-1, dtype=torch.float64).cumsum(-1)
+    weight_NBb = torch.nn.functional.pad(weight_NV, (0, blocks * _BLOCK - vocab)).view(-1, blocks, _BLOCK)
+    cumulative_NB = weight_NBb.sum(-1, dtype=torch.float64).cumsum(-1)
     target_N = uniform_N * cumulative_NB[:, -1]
     block_N = _first_above(cumulative_NB, target_N)
     rows_N = torch.arange(len(block_N), device=block_N.device)
     before_N = torch.where(block_N > 0, cumulative_NB[rows_N, (block_N - 1).clamp_min(0)], 0.0)
-    inside_Nb = probability_NBb[rows_N, block_N].cumsum(-1, dtype=torch.float64)
-    return block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N)
+    inside_Nb = weight_NBb[rows_N, block_N].cumsum(-1, dtype=torch.float64)
+    return block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N), cumulative_NB[:, -1]
 
 
 def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
-    """First index whose cumulative sum is above the target, at most the first that reaches the total.
+    """First index whose cumulative sum is above the target: the sum rises there, so its own weight is not zero.
 
-    Either way the sum rises at that index, so its own probability is not zero. The bound is for rounding: a target within one
-    unit of the total.
+    Rounding may bring a target up to the total, above which nothing is; it is kept one unit below.
     """
-    above_N = (cumulative_NX <= target_N[:, None]).sum(-1)
-    last_N = (cumulative_NX < cumulative_NX[:, -1:]).sum(-1)
-    return torch.minimum(above_N, last_N)
+    total_N = cumulative_NX[:, -1]
+    below_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
+    return torch.searchsorted(cumulative_NX, below_N[:, None], right=True).squeeze(1)

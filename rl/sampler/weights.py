@@ -181,7 +181,11 @@ class Builder:
 
     def tensor(self, key: str, parameter: Tensor) -> str:
         """One parameter by itself (a norm's weight, an embedding)."""
-        self.weights.add(key, self._named([parameter]), self.dtype, self.device)
+        return self.tensors(key, [parameter])
+
+    def tensors(self, key: str, parameters: Sequence[Tensor]) -> str:
+        """Several parameters, one below the other."""
+        self.weights.add(key, self._named(parameters), self.dtype, self.device)
         return key
 
     def adapter(self, key: str, parameter: Tensor) -> str:

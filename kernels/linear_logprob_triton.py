@@ -1,0 +1,299 @@
+"""The kernels of `linear_logprob` for CUDA. Same functions as linear_logprob_torch.py, same formula, units of log 2.
+
+Why these tiles (H100: 132 SMs, 4096 bf16 multiply-adds x 2 a clock and SM, 227 KiB of shared memory, 64K registers):
+- A 128 x 256 tile takes 16 D clocks of tensor core. Its epilogue takes about 2048 clocks of exp2 (16 a clock) and as many of
+  other arithmetic, during which the tensor cores idle. At D = 4096 that is 6%, at D = 896 it would be 25%.
+- So large D: 128 x 256 x 64, 8 warps, 4 stages (192 KiB), the best ratio of operations to bytes loaded (85 a byte).
+  Small D: 128 x 128 x 64, 4 warps, 3 stages (96 KiB), so that two programs share an SM and one's epilogue runs under the
+  other's products, at the price of a third more loads from L2.
+- Work items are (128 rows) x (1/33 of the vocabulary). 33 x 4 = 132, so 512 rows are one full wave, and every multiple of it.
+  Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden states (16 MiB) stay in L2 while W streams by.
+- The loop over a program's tiles is flattened into the one over D, so that the loads of the next tile start before the
+  epilogue of this one.
+The tiles depend on D and dtype alone, never on the number of rows: a token's logprob has the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common import LN2
+
+# dlogits of this many columns at a time: wide enough for cuBLAS, and 8192 x 16384 in bf16 is 256 MiB.
+SLAB_COLUMNS = 16384
+SLAB_ELEMENTS = 1 << 27
+SPLITS = 33
+GROUP = 16
+FLOOR = tl.constexpr(-1e30)
+TO_NATS = tl.constexpr(LN2)
+
+
+class Tiles(NamedTuple):
+    """Sizes of a program's tile, and how it is pipelined."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiles_for(D: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(64, 128, 32, 4, 3)
+    return Tiles(128, 256, 64, 8, 4) if D >= 1536 else Tiles(128, 128, 64, 4, 3)
+
+
+def saved_tiles(V: int, D: int, dtype: torch.dtype) -> int:
+    """How many column tiles the saved path keeps an exponent for."""
+    return triton.cdiv(V, tiles_for(D, dtype).columns)
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _item(N, SPLITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
+    """This program's (row block, split): GROUP row blocks side by side, then the next split of the same rows."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(N, BM)
+    group = pid // (GROUP * SPLITS)
+    width = tl.minimum(blocks - group * GROUP, GROUP)
+    rest = pid - group * GROUP * SPLITS
+    return group * GROUP + rest % width, rest // width
+
+
+@triton.jit
+def _tile_range(split, tiles, SPLITS: tl.constexpr):
+    """Tiles [begin, end) of a split; the first ones take one more where they do not divide."""
+    each = tiles // SPLITS
+    extra = tiles - each * SPLITS
+    begin = split * each + tl.minimum(split, extra)
+    return begin, begin + each + (split < extra).to(tl.int32)
+
+
+@triton.jit
+def _products(
+    x, w, row0, col0, N, V, stride_x, stride_w,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[row0 : row0 + BM] @ w[col0 : col0 + BN].T in float32; rows and columns outside are zeros."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, D, BK):
+        if DESCRIPTORS:
+            a = x.load([row0, k])
+            b = w.load([col0, k])
+        else:
+            # int64: N * stride passes 2^31 at 32k tokens of a large model.
+            rows = (row0 + tl.arange(0, BM)).to(tl.int64)[:, None]
+            cols = (col0 + tl.arange(0, BN)).to(tl.int64)[:, None]
+            depth = k + tl.arange(0, BK)[None, :]
+            a = tl.load(x + rows * stride_x + depth, mask=(rows < N) & (depth < D), other=0.0)
+            b = tl.load(w + cols * stride_w + depth, mask=(cols < V) & (depth < D), other=0.0)
+        if UPCAST:  # the interpreter multiplies bfloat16 wrongly
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits / log 2 from raw products, and the tanh's slope (all ones without softcap)."""
+    z = acc * in_scale
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32) * in_scale
+        z += tl.where(bias < FLOOR, FLOOR, bias)[None, :]  # a bias of -inf bans a token; 0 * -inf would be NaN
+    slope = z
+    if SOFTCAP:
+        t = 1.0 - 2.0 / (tl.exp2(z * (2.0 / TO_NATS)) + 1.0)
+        slope = 1.0 - t * t
+        z = t * out_scale
+    return z, slope
+
+
+@triton.jit
+def _forward_kernel(
+    x, w, bias_ptr, y_ptr, part_ptr, kept_ptr, exp_ptr, ref_ptr,
+    N, V, col_base, tiles, split_base, parts, stride_x, stride_w, stride_kept, stride_exp, in_scale, out_scale, headroom,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr, KEEP: tl.constexpr, KEEP_SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Over this split's tiles: maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) and the target's z, to part[:, split, row].
+
+    KEEP: also 2^(z-k) (times the tanh's slope where KEEP_SLOPE) to kept[row, column - col_base] and k to exp[tile, row].
+    k is the row's reference if the tile's maximum is at most `headroom` above it, else that maximum, rounded up.
+    """
+    block, split = _item(N, SPLITS, GROUP, BM)
+    begin, end = _tile_range(split, tiles, SPLITS)
+    row0 = block * BM
+    rows = row0 + tl.arange(0, BM)
+    y = tl.load(y_ptr + rows, mask=rows < N, other=-1)
+    ref = tl.zeros((BM,), tl.float32)
+    if KEEP:
+        ref = tl.load(ref_ptr + rows, mask=rows < N, other=0.0)
+    m = tl.full((BM,), FLOOR, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    spread = tl.zeros((BM,), tl.float32)
+    at_target = tl.full((BM,), FLOOR, tl.float32)
+    for tile in tl.range(begin, end, flatten=True):
+        col0 = col_base + tile * BN
+        cols = col0 + tl.arange(0, BN)
+        acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
+        z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
+        # Columns past V exist only in the tile: below every real logit before the maximum, and then exactly 0.
+        z = tl.where((cols < V)[None, :], z, FLOOR)
+        tile_max = tl.max(z, 1)
+        new_m = tl.maximum(m, tile_max)
+        decay = tl.exp2(m - new_m)
+        shifted = z - new_m[:, None]
+        e = tl.exp2(shifted)
+        if ENTROPY:
+            spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
+        total = decay * total + tl.sum(e, 1)
+        m = new_m
+        hit = (y >= col0) & (y < col0 + BN)
+        if tl.max(hit.to(tl.int32), 0) > 0:  # one tile in V / BN holds a row's target; the others skip the search
+            found = tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1)
+            at_target = tl.where(hit, found, at_target)
+        if KEEP:
+            k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
+            kept = tl.exp2(z - k[:, None])
+            if KEEP_SLOPE:
+                kept *= slope
+            where = kept_ptr + rows.to(tl.int64)[:, None] * stride_kept + (tile * BN + tl.arange(0, BN))[None, :]
+            tl.store(where, kept.to(kept_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < V)[None, :])
+            tl.store(exp_ptr + tile.to(tl.int64) * stride_exp + rows, k, mask=rows < N)
+    out = part_ptr + (split_base + split).to(tl.int64) * N + rows
+    plane = parts.to(tl.int64) * N
+    tl.store(out, m, mask=rows < N)
+    tl.store(out + plane, total, mask=rows < N)
+    tl.store(out + 2 * plane, spread, mask=rows < N)
+    tl.store(out + 3 * plane, at_target, mask=rows < N)
+
+
+@triton.jit
+def _combine_kernel(part_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, BLOCK: tl.constexpr):
+    """The splits' numbers of each row, always in the same order, to logp, entropy and lse in nats."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    plane = parts.to(tl.int64) * N
+    m = tl.full((BLOCK,), FLOOR, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    spread = tl.zeros((BLOCK,), tl.float32)
+    at_target = tl.full((BLOCK,), FLOOR, tl.float32)
+    for part in range(0, parts):
+        at = part_ptr + part.to(tl.int64) * N + rows
+        part_m = tl.load(at, mask=rows < N, other=0.0)
+        part_total = tl.load(at + plane, mask=rows < N, other=1.0)
+        part_spread = tl.load(at + 2 * plane, mask=rows < N, other=0.0)
+        new_m = tl.maximum(m, part_m)
+        old, new = tl.exp2(m - new_m), tl.exp2(part_m - new_m)
+        spread = old * (spread + (m - new_m) * total) + new * (part_spread + (part_m - new_m) * part_total)
+        total = old * total + new * part_total
+        m = new_m
+        at_target = tl.maximum(at_target, tl.load(at + 3 * plane, mask=rows < N, other=0.0))
+    log_total = tl.log2(total)
+    tl.store(logp_ptr + rows, (at_target - m - log_total) * TO_NATS, mask=rows < N)
+    tl.store(entropy_ptr + rows, (log_total - spread / total) * TO_NATS, mask=rows < N)
+    tl.store(lse_ptr + rows, (m + log_total) * TO_NATS, mask=rows < N)
+
+
+@triton.jit
+def _gradient(log2p, p, cols, y, a, b, c, HAS_C: tl.constexpr):
+    """a [i = y] + p (b + c log p); a, b, c already hold the factor from logit to raw score."""
+    factor = b[:, None]
+    if HAS_C:
+        factor = factor + (c * TO_NATS)[:, None] * log2p
+    return p * factor + tl.where(cols[None, :] == y[:, None], a[:, None], 0.0)
+
+
+@triton.jit
+def _dlogits_kernel(
+    x, w, bias_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, out_ptr,
+    N, V, col_base, tiles, stride_x, stride_w, stride_out, in_scale, out_scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_C: tl.constexpr,
+):  # fmt: skip
+    """Scores of one slab of columns again, and from them the gradient of the raw scores, in the operands' dtype."""
+    block, split = _item(N, SPLITS, GROUP, BM)
+    begin, end = _tile_range(split, tiles, SPLITS)
+    row0 = block * BM
+    rows = row0 + tl.arange(0, BM)
+    inside = rows < N
+    y = tl.load(y_ptr + rows, mask=inside, other=-1)
+    lse2 = tl.load(lse2_ptr + rows, mask=inside, other=0.0)
+    a = tl.load(a_ptr + rows, mask=inside, other=0.0)
+    b = tl.load(b_ptr + rows, mask=inside, other=0.0)
+    c = b
+    if HAS_C:
+        c = tl.load(c_ptr + rows, mask=inside, other=0.0)
+    for tile in tl.range(begin, end, flatten=True):
+        col0 = col_base + tile * BN
+        cols = col0 + tl.arange(0, BN)
+        acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
+        z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
+        log2p = z - lse2[:, None]
+        dz = _gradient(log2p, tl.exp2(log2p), cols, y, a, b, c, HAS_C)
+        if SOFTCAP:
+            dz *= slope
+        where = out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
+        tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (cols < V)[None, :])
+
+
+@triton.jit
+def _saved_dlogits_kernel(
+    kept_ptr, exp_ptr, at_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, out_ptr,
+    N, V, col_base, tile_base, tiles, stride_kept, stride_exp, stride_out, out_scale,
+    BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, HAS_C: tl.constexpr, HAS_AT: tl.constexpr,
+):  # fmt: skip
+    """The same gradient from the kept 2^(z-k) and k: one read and one write of a slab. `at` maps a row to its kept row."""
+    tile = tl.program_id(0) % tiles
+    rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
+    inside = rows < N
+    cols = col_base + tile * BN + tl.arange(0, BN)
+    mask = inside[:, None] & (cols < V)[None, :]
+    source = rows.to(tl.int64)
+    if HAS_AT:
+        source = tl.load(at_ptr + rows, mask=inside, other=0)
+    kept = tl.load(kept_ptr + source[:, None] * stride_kept + cols.to(tl.int64)[None, :], mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(exp_ptr + (tile_base + tile).to(tl.int64) * stride_exp + source, mask=inside, other=0.0)
+    y = tl.load(y_ptr + rows, mask=inside, other=-1)
+    lse2 = tl.load(lse2_ptr + rows, mask=inside, other=0.0)
+    a = tl.load(a_ptr + rows, mask=inside, other=0.0)
+    b = tl.load(b_ptr + rows, mask=inside, other=0.0)
+    c = b
+    if HAS_C:
+        c = tl.load(c_ptr + rows, mask=inside, other=0.0)
+    # A score so low that 2^(z-k) is 0 adds nothing; any finite stand-in for its logarithm will do.
+    z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
+    p = kept * tl.exp2(k - lse2)[:, None]
+    dz = _gradient(z - lse2[:, None], p, cols, y, a, b, c, HAS_C)
+    if SOFTCAP:
+        t = tl.maximum(z / out_scale, -1.0)
+        dz *= 1.0 - t * t
+    where = out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
+    tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _align_kernel(
+    kept_ptr, exp_ptr, new_ptr, N, columns, tiles, stride_kept, stride_exp, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Brings a tile of kept values from its own exponents to the rows' common ones. Nearly always nothing is to be done."""
+    tile = tl.program_id(0) % tiles
+    rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
+    old = tl.load(exp_ptr + tile.to(tl.int64) * stride_exp + rows, mask=rows < N, other=0.0)
+    new = tl.load(new_ptr + rows, mask=rows < N, other=0.0)
+    if tl.max((old != new).to(tl.int32), 0) > 0:
+        cols = tile * BN + tl.arange(0, BN)
+        mask = (rows < N)[:, None] & (cols < columns)[None, :]
+        at = kept_ptr + rows.to(tl.int64)[:, None] * stride_kept + cols[None, :]
+        kept = tl.load(at, mask=mask, other=0.0).to(tl.float32) * tl.exp2(old - new)[:, None]
+        tl.store(at, kept.to(kept_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,78 @@
+"""Tiny random models for the sampler's tests. Weights are scaled up, so that logits differ enough for errors to show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 41
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=96, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+
+
+def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
+    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral" or "gpt2"; `changes` go to its config."""
+    torch.manual_seed(3)
+    settings = {**SMALL, **changes}
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=settings["vocab_size"], n_embd=32, n_layer=2, n_head=4, n_positions=96,
+                            bos_token_id=None, eos_token_id=None)  # fmt: skip
+        model: torch.nn.Module = GPT2LMHeadModel(config)
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, "tie_word_embeddings": True, **settings}))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**{"tie_word_embeddings": True, **settings}))
+    elif kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    elif kind == "mistral":
+        model = MistralForCausalLM(MistralConfig(**{"sliding_window": None, **settings}))
+    else:
+        raise ValueError(kind)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif parameter.dim() == 2:
+                parameter.normal_(0, 0.15)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)  # norms: not all one
+    return model.eval()
+
+
+def random_prompts(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def reference_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Logprob of each response token by one plain forward over prompt and response: no cache, no batch, no padding."""
+    logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def add_lora(model: torch.nn.Module, targets: list[str], **changes: Any) -> torch.nn.Module:
+    """The model with random (not zero) adapters on these modules."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 10, "target_modules": targets, "task_type": "CAUSAL_LM", **changes}))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    return wrapped.eval()

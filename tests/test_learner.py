@@ -1,0 +1,216 @@
+"""The gradient does not depend on how a batch is cut, laid out, or computed; packing by hand; steps that must not happen."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import ADAM, gradient, make_worker, random_datums, relative_difference
+
+from rl.losses import get_loss
+from rl.models import load_model
+from rl.packing import collate, plan
+from rl.types import AdamParams, Datum, LoraConfig, ModelInput
+
+LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
+
+
+def as_loss(datums: list[Datum], loss: str) -> list[Datum]:
+    if loss != "cross_entropy":
+        return datums
+    return [Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"], "weights": d.loss_fn_inputs["mask"]}) for d in datums]
+
+
+def run(worker, datums, loss, calls=None, divisor=7.0):
+    """Gradient and outputs of `datums` in one call, or cut into calls of these sizes."""
+    worker.drop_gradients(0)
+    outputs, start = [], 0
+    for size in calls or [len(datums)]:
+        out, _ = worker.forward_backward(0, datums[start : start + size], loss, {}, divisor, True)
+        outputs += out
+        start += size
+    assert start == len(datums)
+    return gradient(worker), np.concatenate([o["logprobs"] for o in outputs])
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """One sequence at a time, no padding, no packing, plain autograd on the model's own logits, in float64."""
+    worker = make_worker(token_budget=4096)
+    datums = random_datums(12)
+
+    def compute(loss: str):
+        model = worker.learners[0].model
+        twin = load_model("tiny:addition", seed=1).model.double()
+        twin.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+        total, logprobs = 0.0, []
+        for datum in as_loss(datums, loss):
+            logits = twin(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0]
+            inputs = {k: torch.from_numpy(v.array) for k, v in datum.loss_fn_inputs.items()}
+            inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+            logp = torch.log_softmax(logits, -1).gather(-1, inputs["target_tokens"][:, None])[:, 0]
+            total = total + get_loss(loss).fn(logp, logp, inputs, torch.tensor([0, len(logp)]), {})[0] / 7.0
+            logprobs.append(logp.detach().numpy())
+        total.backward()
+        named = dict(twin.named_parameters())
+        grads = torch.cat([named[n].grad.reshape(-1) for n in worker.learners[0].trainable])
+        return grads, np.concatenate(logprobs)
+
+    return datums, {loss: compute(loss) for loss in LOSSES}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({"token_budget": 4096}, None),
+        ({"token_budget": 1}, None),  # one sequence a micro-batch
+        ({"token_budget": 20}, None),
+        ({"token_budget": 20}, [3, 5, 4]),
+        ({"token_budget": 4096}, [1] * 12),
+        ({"token_budget": 4096, "layout": "packed"}, None),
+        ({"token_budget": 20, "layout": "packed"}, [5, 7]),
+        ({"token_budget": 4096, "fused": False}, None),
+        ({"token_budget": 20, "gradient_checkpointing": True}, None),
+    ],
+)
+def test_gradient_is_the_same_however_the_batch_is_cut(reference, loss, settings, calls):
+    datums, truth = reference
+    grad, logprobs = run(make_worker(**settings), as_loss(datums, loss), loss, calls)
+    assert relative_difference(grad, truth[loss][0]) < 1e-6
+    np.testing.assert_allclose(logprobs, truth[loss][1], atol=1e-5)
+
+
+def test_a_wrong_divisor_would_be_seen(reference):
+    datums, truth = reference
+    grad, _ = run(make_worker(), datums, "ppo", divisor=14.0)
+    assert relative_difference(grad, truth["ppo"][0]) > 0.4
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_lora_gradient_is_the_same_however_cut_and_fused(layout):
+    lora, datums = LoraConfig(rank=3, seed=5), random_datums(9)
+    plain, _ = run(make_worker(lora=lora, fused=False), datums, "ppo")
+    cut, _ = run(make_worker(lora=lora, layout=layout, token_budget=20), datums, "ppo", [2, 7])
+    assert plain.norm() > 0 and relative_difference(cut, plain) < 1e-6
+
+
+def test_soft_targets_with_one_target_are_cross_entropy():
+    worker, datums = make_worker(), as_loss(random_datums(5), "cross_entropy")
+    soft = [
+        Datum(d.model_input, {n: v.array[:, None].repeat(2, 1) * (1 if n == "target_tokens" else 0.5) for n, v in d.loss_fn_inputs.items()})
+        for d in datums
+    ]
+    hard_grad, _ = run(worker, datums, "cross_entropy")
+    hard_grad = hard_grad.clone()
+    soft_grad, _ = run(worker, soft, "cross_entropy")
+    assert relative_difference(soft_grad, hard_grad) < 1e-6
+
+
+def test_temperature_is_that_of_the_config():
+    worker, (datum, *_) = make_worker(), random_datums(1)
+    out, _ = worker.forward_backward(0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True)
+    logits = worker.learners[0].model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0] / 0.7
+    logp = torch.log_softmax(logits, -1)
+    expected = logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+    np.testing.assert_allclose(out[0]["logprobs"], expected.detach(), atol=1e-5)
+    np.testing.assert_allclose(out[0]["entropy"], -(logp.exp() * logp).sum(-1).detach(), atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+def test_plan_by_hand():
+    assert plan([3, 9, 4, 2], 10, "packed") == [[1], [2, 0, 3]]
+    assert plan([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]  # two rows of 4 are 8 positions, three would be 12
+    assert plan([50], 10, "packed") == plan([50], 10, "padded") == [[0]]  # longer than the budget: alone
+    with pytest.raises(ValueError, match="at least 1"):
+        plan([1], 0, "packed")
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("seed", range(10))
+def test_property_a_plan_holds_every_datum_once_within_its_budget(layout, seed):
+    rng = np.random.default_rng(seed)
+    lengths, budget = rng.integers(1, 60, 40).tolist(), int(rng.integers(1, 200))
+    batches = plan(lengths, budget, layout)
+    assert sorted(i for batch in batches for i in batch) == list(range(40))
+    for batch in batches:
+        cost = sum(lengths[i] for i in batch) if layout == "packed" else len(batch) * max(lengths[i] for i in batch)
+        assert cost <= budget or len(batch) == 1
+
+
+def test_collate_by_hand():
+    datums = [Datum(ModelInput.from_ints(t), {"target_tokens": t, "weights": [1.0] * len(t)}) for t in ([5, 6, 7], [8, 9])]
+    padded, packed = collate(datums, [0, 1], "padded"), collate(datums, [0, 1], "packed")
+    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]] and padded.token_index.tolist() == [0, 1, 2, 3, 4]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    for batch in (padded, packed):
+        assert batch.cu_seqlens.tolist() == [0, 3, 5] and batch.inputs["target_tokens"].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_what_stands_in_the_padding_is_not_read():
+    worker, datums = make_worker(), random_datums(6)
+    batch = collate(datums, list(range(6)), "padded")
+    learner, loss = worker.learners[0], get_loss("ppo")
+    clean = learner._forward(batch, loss, {}, 1.0, False)[1]
+    flat = batch.input_ids.view(-1)
+    padding = torch.ones_like(flat, dtype=torch.bool)
+    padding[batch.token_index] = False
+    assert padding.any()
+    flat[padding] = 7
+    assert torch.equal(learner._forward(batch, loss, {}, 1.0, False)[1], clean)
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+def weights(worker) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in worker.learners[0].trainable.values()])
+
+
+def test_step_against_a_hand_written_adamw_with_clipping():
+    worker, datums = make_worker(), random_datums(8)
+    before = weights(worker).double()
+    grad = run(worker, datums, "ppo")[0].double()
+    metrics = worker.optim_step(0, AdamParams(0.01, 0.8, 0.9, 1e-6, 0.1, grad_clip_norm=0.5))
+    assert metrics["grad_norm"] == pytest.approx(grad.norm().item(), rel=1e-6) and grad.norm() > 0.5
+    grad = grad * 0.5 / grad.norm()
+    m, v = 0.2 * grad, 0.1 * grad**2
+    expected = before * (1 - 0.01 * 0.1) - 0.01 * (m / 0.2) / ((v / 0.1).sqrt() + 1e-6)
+    # AdamW's first step is lr * sign(g) where |g| >> eps; where |g| is near eps, fp32 rounding of g shows
+    torch.testing.assert_close(weights(worker).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_on_nothing_and_on_infinity_changes_nothing():
+    worker = make_worker()
+    before = weights(worker)
+    assert worker.forward_backward(0, [], "ppo", {}, 1.0, True) == ([], {"loss:sum": 0.0, "temperature:mean": 1.0})
+    assert worker.optim_step(0, ADAM)["skipped"] == 1.0
+    run(worker, random_datums(3), "ppo")
+    next(iter(worker.learners[0].trainable.values())).grad[0] = float("inf")
+    assert worker.optim_step(0, ADAM)["skipped_nonfinite"] == 1.0
+    assert torch.equal(weights(worker), before) and worker.learners[0].version == 0
+    run(worker, random_datums(3), "ppo")
+    assert worker.optim_step(0, ADAM)["grad_norm"] > 0 and worker.learners[0].version == 1
+
+
+def test_a_loss_that_is_not_finite_is_an_error_and_drops_the_gradient():
+    worker, datums = make_worker(), random_datums(3)
+    run(worker, datums, "ppo")
+    datums[1].loss_fn_inputs["logprobs"].array[:] = -np.inf
+    with pytest.raises(FloatingPointError, match="weights are unchanged"):
+        worker.forward_backward(0, datums, "importance_sampling", {}, 1.0, True)
+    assert worker.optim_step(0, ADAM)["skipped"] == 1.0
+
+
+def test_decode_cost_is_not_changed_by_gradient_checkpointing():
+    """Checkpointing lives in the learner; the sampler keeps its cache (a known trap elsewhere)."""
+    from rl.sampler import Request
+    from rl.types import SamplingParams
+
+    fed = []
+    for checkpointing in (False, True):
+        worker = make_worker(gradient_checkpointing=checkpointing)
+        worker.snapshot(0, 1)
+        _, counters = worker.sample(1, [Request(prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[]))])
+        fed.append(counters["fed_tokens"])
+    assert fed == [2 * 19, 2 * 19]  # one token a row and step: nothing is recomputed

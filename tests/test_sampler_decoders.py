@@ -1,0 +1,280 @@
+"""The fast decoder, the HF decoder and the model itself give the same logits; versions are apart; adapters stay unmerged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sampler_models import VOCAB, add_lora, random_prompts, tiny_model
+
+from rl.sampler import make_decoder, score
+from rl.sampler.cache import compaction
+from rl.sampler.decoder import Decoder, prompt_batches
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.decoder_hf import HFDecoder
+
+FAMILY = {
+    "qwen3": ("qwen3", {}),
+    "qwen3, untied, no grouped heads": ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "qwen3, one key head": ("qwen3", {"num_key_value_heads": 1, "attention_bias": True}),
+    "qwen2 (bias on q, k, v)": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama 3 rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
+                                                  "original_max_position_embeddings": 32}}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": ("mistral", {}),
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def teacher_forced(decoder: Decoder, prompts: list[list[int]], responses: list[list[list[int]]]) -> list[torch.Tensor]:
+    """Logits for every token of every response, through prefill and cached decoding; rows leave when theirs are over.
+
+    `responses` [prompt][sample]; the result is in that order, each [tokens, V].
+    """
+    state = decoder.new_state(10_000)
+    flat = [response for group in responses for response in group]
+    owner = np.repeat(np.arange(len(prompts)), [len(group) for group in responses])
+    state.reserve(len(prompts), max(map(len, prompts)), len(flat), max(map(len, flat)))
+    first = state.prefill(prompts, [None] * len(prompts))
+    state.enter(owner)
+    logits = [[first[prompt]] for prompt in owner]
+    rows, step = np.arange(len(flat)), 0
+    while True:
+        keep = np.array([len(flat[i]) > step + 1 for i in rows])
+        source = compaction(keep)
+        used = np.zeros(len(state.prompt_lengths), bool)
+        used[state.prompt_of_row[source]] = True
+        state.leave(source, compaction(used))
+        rows = rows[source]
+        if not len(rows):
+            return [torch.stack(row) for row in logits]
+        for i, row in zip(rows, state.decode(np.array([flat[i][step] for i in rows])), strict=True):
+            logits[i].append(row)
+        step += 1
+
+
+def plain_logits(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+
+
+def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> None:
+    """Ragged prompts, groups of unequal size, responses of unequal length."""
+    prompts = random_prompts([9, 3, 30, 3])
+    generator = torch.Generator().manual_seed(4)
+    responses = [
+        [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+        for lengths in ([5, 1, 8, 2], [6], [3, 12], [12, 1, 4])
+    ]
+    got = iter(teacher_forced(decoder, prompts, responses))
+    for prompt, group in zip(prompts, responses, strict=True):
+        for response in group:
+            expected = plain_logits(model, prompt, response)
+            assert expected.abs().max() > 0.5  # a model that says something
+            assert (next(got) - expected).abs().max() < tolerance * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_fast_decoder_equals_the_model(name):
+    kind, changes = FAMILY[name]
+    model = tiny_model(kind, **changes)
+    decoder = make_decoder(model)
+    assert isinstance(decoder, FastDecoder)
+    check_against_model(decoder, model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_hf_decoder_equals_the_model(kind):
+    model = tiny_model(kind)
+    decoder = make_decoder(model, kind="hf")
+    assert isinstance(decoder, HFDecoder)
+    check_against_model(decoder, model)
+
+
+def test_one_sample_each_reads_prompt_and_response_in_one_go():
+    """One row a prompt takes the joint layout; equal and unequal prompt lengths, before and after rows have left."""
+    model = tiny_model("qwen3")
+    for lengths in ([6, 6, 6], [4, 11, 7]):
+        prompts = random_prompts(lengths)
+        responses = [[random_prompts([n], seed=n)[0]] for n in (9, 2, 5)]
+        for got, prompt, group in zip(teacher_forced(make_decoder(model), prompts, responses), prompts, responses, strict=True):
+            assert (got - plain_logits(model, prompt, group[0])).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("gpt2", {}, "GPT2LMHeadModel"),
+        ("mistral", {"sliding_window": 8}, "sliding-window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_auto_falls_back_to_the_models_own_forward_and_fast_says_why(kind, changes, reason):
+    model = tiny_model(kind, **changes)
+    assert isinstance(make_decoder(model), HFDecoder)
+    with pytest.raises(ValueError, match=reason):
+        make_decoder(model, kind="fast")
+
+
+def test_hf_decoder_with_a_sliding_window_still_equals_the_model():
+    model = tiny_model("mistral", sliding_window=8)
+    check_against_model(make_decoder(model), model)
+
+
+def test_bfloat16_decoder_stays_close_to_float32():
+    """Attention scores, softmax and logprobs are in float32; what is left is the rounding of weights and activations."""
+    model = tiny_model("qwen3")
+    prompts = random_prompts([20])
+    responses = [[random_prompts([10], seed=9)[0]] * 2]
+    exact = plain_logits(model, prompts[0], responses[0][0]).log_softmax(-1)
+    rounded = make_decoder(model, dtype=torch.bfloat16)
+    assert rounded.embed_VE.dtype == torch.bfloat16
+    for got in teacher_forced(rounded, prompts, responses):
+        kl = (exact.exp() * (exact - got.float().log_softmax(-1))).sum(-1)
+        assert kl.max() < 0.01
+
+
+# ------------------------------------------------------------------------------------------------------ versions
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_training_the_model_does_not_change_the_decoder_and_load_does(kind):
+    model = tiny_model("qwen3")
+    prompts = random_prompts([12])
+    decoder = make_decoder(model, kind=kind)
+    before = score(decoder, prompts)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    assert score(decoder, prompts) == before
+    old = decoder.fork()
+    decoder.load_((name, parameter) for name, parameter in model.named_parameters())
+    assert score(old, prompts) == before != score(decoder, prompts)
+    check_against_model(decoder, model)
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_load_takes_any_dtype_and_names_what_is_wrong(kind):
+    model = tiny_model("qwen2")
+    decoder = make_decoder(model, kind=kind)
+    half = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
+    decoder.load_(half.items())
+    rounded = tiny_model("qwen2")
+    rounded.load_state_dict(half, strict=False)
+    check_against_model(decoder, rounded)
+    with pytest.raises(ValueError, match=r"layers\.9"):
+        decoder.load_([("model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2))])
+    with pytest.raises(ValueError, match=r"norm\.weight.*\(32,\).*\(31,\)"):
+        decoder.load_([("model.norm.weight", torch.zeros(31))])
+
+
+def test_every_parameter_has_its_place_in_the_fast_decoder():
+    model = tiny_model("llama", attention_bias=True)
+    decoder = make_decoder(model, kind="fast")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(decoder.weights.view(name), parameter)
+
+
+# ------------------------------------------------------------------------------------------------------ adapters
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+@pytest.mark.parametrize(
+    ("targets", "changes"),
+    [
+        (["q_proj", "v_proj"], {}),
+        (LINEAR, {"use_rslora": True}),
+        ([*LINEAR, "lm_head"], {}),
+        (["embed_tokens", "v_proj", "gate_proj"], {}),
+    ],
+)
+def test_adapters_equal_the_peft_models_own_forward(kind, targets, changes):
+    model = add_lora(tiny_model("qwen3", tie_word_embeddings=False), targets, **changes)
+    check_against_model(make_decoder(model, kind=kind), model, tolerance=2e-5)
+
+
+def test_adapter_on_a_tied_head():
+    model = add_lora(tiny_model("qwen3", tie_word_embeddings=True), ["q_proj", "lm_head"])
+    check_against_model(make_decoder(model, kind="fast"), model, tolerance=2e-5)
+
+
+def test_adapters_are_not_merged_into_low_precision_weights():
+    """A young adapter is far below bf16's resolution of the base weights; unmerged, its effect is there all the same."""
+    model = add_lora(tiny_model("qwen3"), LINEAR)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1e-3)
+    decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            assert decoder.weights.view(name).dtype == torch.float32
+            assert torch.equal(decoder.weights.view(name), parameter)
+        elif name.endswith("base_layer.weight"):
+            assert torch.equal(decoder.weights.view(name), parameter.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_fork_shares_frozen_weights_and_copies_adapters(kind):
+    model = add_lora(tiny_model("qwen3"), LINEAR)
+    prompts = random_prompts([12])
+    first = make_decoder(model, kind=kind)
+    before = score(first, prompts)
+    second = first.fork()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    second.load_((name, parameter) for name, parameter in model.named_parameters())  # frozen ones too, unchanged
+    assert score(first, prompts) == before
+    check_against_model(second, model, tolerance=2e-5)
+    if kind == "fast":
+        shared = [key for key in first.weights.buffers if first.weights.buffers[key] is second.weights.buffers[key]]
+        assert set(shared) == {key for key in first.weights.buffers if "lora" not in key}
+    name = "base_model.model.model.layers.0.mlp.down_proj.base_layer.weight"
+    frozen = dict(model.named_parameters())[name].detach()
+    with pytest.raises(ValueError, match="frozen and shared"):
+        second.load_([(name, frozen + 1)])
+    assert score(first, prompts) == before
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_that_the_fast_decoder_does_not_know_run_in_peft(changes):
+    model = add_lora(tiny_model("qwen3", tie_word_embeddings=False), ["q_proj"], **changes)
+    decoder = make_decoder(model)
+    assert isinstance(decoder, HFDecoder)
+    check_against_model(decoder, model, tolerance=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- bookkeeping
+
+
+def test_compaction_moves_the_fewest_rows():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        keep = generator.random(generator.integers(1, 12)) < 0.6
+        source = compaction(keep)
+        assert sorted(source) == np.flatnonzero(keep).tolist()
+        stay = [i for i in range(keep.sum()) if keep[i]]
+        assert all(source[i] == i for i in stay)
+
+
+def test_prompt_batches_hold_every_prompt_once_within_the_bound():
+    lengths = [1, 500, 480, 30, 29, 7, 500, 3, 120]
+    batches = prompt_batches(lengths, 1000)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        longest = max(lengths[i] for i in batch)
+        assert longest * len(batch) <= 1000
+        assert all(lengths[i] * 4 >= longest * 3 or lengths[i] >= longest - 16 for i in batch)

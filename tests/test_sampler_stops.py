@@ -1,0 +1,82 @@
+"""When a response ends: the meaning of `stop`, and stop strings against decoding the whole text at every token."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl.sampler.stops import StopStrings, StopTable, stop_condition
+
+TOKENIZERS = ["qwen2.5", "gpt2", "minimind_6400"]
+
+
+def load_tokenizer(path):
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    return (GPT2TokenizerFast if path.name == "gpt2" else AutoTokenizer).from_pretrained(path)
+
+
+def test_meaning_of_stop():
+    eos = (2, 5)
+    assert stop_condition(None, eos).token_ids == {2, 5}
+    assert stop_condition([], eos).token_ids == frozenset() and stop_condition([], eos).strings == ()
+    assert stop_condition("end", eos).token_ids == {2, 5} and stop_condition("end", eos).strings == ("end",)
+    assert stop_condition([7, 9], eos).token_ids == {2, 5, 7, 9}
+    with pytest.raises(ValueError, match="empty string"):
+        stop_condition(["a", ""], eos)
+
+
+def test_table_looks_up_rows_of_tokens_and_shares_equal_conditions():
+    table = StopTable(10)
+    first, none = table.row(stop_condition([4], (2,))), table.row(stop_condition([], (2,)))
+    assert table.row(stop_condition([4], (2,))) == first != none
+    tokens = np.array([2, 4, 5, 2])
+    assert table.table[np.array([first, first, first, none]), tokens].tolist() == [True, True, False, False]
+
+
+def first_hit_by_full_decoding(tokenizer, strings, tokens) -> int | None:
+    """Number of tokens after which the whole decoded text holds a stop string."""
+    for n in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:n], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if any(string in text for string in strings):
+            return n
+    return None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_stop_strings_equal_full_decoding(shared_data, name):
+    tokenizer = load_tokenizer(shared_data / "tokenizers" / name)
+    text = "The answer is 42.\n\nUser: then 7 and 8, über naïve 日本語 🙂🙂 end   of </answer> text\nObservation: done ."
+    streams = [tokenizer.encode(text)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):  # random ids: partial characters, odd spaces, special tokens
+        streams.append(torch.randint(0, len(tokenizer), (40,), generator=generator).tolist())
+    # Character by character, so that a stop string spans many tokens.
+    streams.append([token for character in "so </answer>\n\nUser: x" for token in tokenizer.encode(character)])
+    conditions: list[tuple[str, ...]] = [("</answer>",), ("\n\nUser:",), ("日本", "zzz"), ("🙂🙂",), ("   ",), (" .",), (" ",), ("e", "t")]
+    hits = 0
+    for tokens in streams:
+        for strings in conditions:
+            finder = StopStrings(tokenizer)
+            array = np.array(tokens)
+            found = next((n for n in range(1, len(tokens) + 1) if finder.found(strings, array[:n])), None)
+            expected = first_hit_by_full_decoding(tokenizer, strings, tokens)
+            assert found == expected, (strings, tokens)
+            hits += expected is not None
+    assert hits > 15  # the comparison is not of nothing with nothing
+
+
+def test_the_cost_does_not_grow_with_the_response(shared_data):
+    tokenizer = load_tokenizer(shared_data / "tokenizers" / "minimind_6400")
+    finder = StopStrings(tokenizer)
+    decoded: list[int] = []
+    plain = finder.decode
+
+    def counting(tokens):
+        decoded.append(len(tokens))
+        return plain(tokens)
+
+    finder.decode = counting  # type: ignore[method-assign]
+    tokens = np.array(tokenizer.encode("a b c d e > f ") * 60)
+    for n in range(1, len(tokens) + 1):
+        assert not finder.found(("</answer>",), tokens[:n])
+    assert max(decoded) <= 4 * len("</answer>")

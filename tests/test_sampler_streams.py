@@ -1,0 +1,52 @@
+"""Counter-based uniforms: the published Philox answers, and independence of who else is in the batch."""
+
+import numpy as np
+import pytest
+
+from rl.sampler.streams import as_uint64, philox4x32, uniforms
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        # Known answers that the authors of Philox publish with Random123 (philox4x32, 10 rounds).
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, expected):
+    as_words = lambda values: tuple(np.array([value], np.uint64) for value in values)  # noqa: E731
+    words = philox4x32(as_words(counter), as_words(key))
+    assert tuple(int(word[0]) for word in words) == expected
+
+
+def test_every_coordinate_changes_the_number_and_batches_do_not():
+    base = dict(seed=5, problem=7, index=2, position=11)
+    alone = uniforms(*(np.array([value], np.uint64) for value in base.values()))[0]
+    for name in base:
+        changed = {**base, name: base[name] + 1}
+        assert uniforms(*(np.array([value], np.uint64) for value in changed.values()))[0] != alone
+    many = uniforms(np.uint64(5), np.arange(50, dtype=np.uint64)[:, None], np.uint64(2), np.arange(20, dtype=np.uint64))
+    assert many.shape == (50, 20) and many[7, 11] == alone
+    assert len(np.unique(many)) == many.size
+
+
+def test_uniform_moments_and_range():
+    u = uniforms(np.uint64(1), np.arange(200, dtype=np.uint64)[:, None], np.uint64(0), np.arange(1000, dtype=np.uint64))
+    assert u.min() >= 0 and u.max() < 1
+    n = u.size
+    assert abs(u.mean() - 0.5) < 5 / np.sqrt(12 * n)
+    assert abs(u.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / n)
+    # Neighbouring positions, and neighbouring problems, are uncorrelated.
+    for a, b in ((u[:, :-1], u[:, 1:]), (u[:-1], u[1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / np.sqrt(a.size)
+
+
+def test_negative_and_huge_seeds_are_taken_modulo_two_to_64():
+    assert as_uint64(-1) == np.uint64(2**64 - 1)
+    assert as_uint64(2**64 + 3) == np.uint64(3)

@@ -1,0 +1,108 @@
+"""Temperature, top-k, top-p and the draw itself, against plain Python over one row at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl.sampler.token_sampling import RowSettings, draw, inverse_cdf, row_settings, truncate
+
+CPU = torch.device("cpu")
+
+
+def settings_of(rows: list[tuple[float, int, float]], vocab: int) -> RowSettings:
+    columns = list(zip(*rows, strict=True))
+    return row_settings(np.array(columns[0]), np.array(columns[1]), np.array(columns[2]), vocab, CPU)
+
+
+def brute_distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Probabilities after the cuts: rank by (-logit, id), keep k, keep until the mass before a token reaches p."""
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    ranked = ranked[: top_k if top_k > 0 else None]
+    total, before, kept = sum(weights[i] for i in ranked), 0.0, []
+    for i in ranked:
+        if before >= top_p and kept:
+            break
+        kept.append(i)
+        before += weights[i] / total
+    mass = sum(weights[i] for i in kept)
+    return [weights[i] / mass if i in kept else 0.0 for i in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1e-9), (100, 0.999)])
+def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
+    torch.manual_seed(0)
+    logits = torch.randn(40, 12) * 2
+    logits[0, 3] = logits[0, 7]  # a tie
+    settings = settings_of([(temperature, top_k, top_p)] * 40, 12)
+    uniform = torch.rand(40, dtype=torch.float64)
+    tokens, logprobs = draw(logits, uniform, settings)
+    for row in range(40):
+        expected = brute_distribution(logits[row].tolist(), temperature, top_k, top_p)
+        cumulative = np.cumsum(expected)
+        assert tokens[row] == int(np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right"))
+        assert math.isclose(logprobs[row], math.log(expected[tokens[row]]), abs_tol=1e-5)
+
+
+def test_rows_with_their_own_settings_do_not_disturb_each_other():
+    torch.manual_seed(1)
+    rows = [(1.0, -1, 1.0), (0.0, -1, 1.0), (0.7, 3, 1.0), (2.0, -1, 0.5), (0.0, 2, 0.3)]
+    logits, uniform = torch.randn(5, 30), torch.rand(5, dtype=torch.float64)
+    tokens, logprobs = draw(logits, uniform, settings_of(rows, 30))
+    for i, row in enumerate(rows):
+        token, logprob = draw(logits[i : i + 1], uniform[i : i + 1], settings_of([row], 30))
+        assert token[0] == tokens[i] and abs(logprob[0] - logprobs[i]) < 1e-6
+
+
+def test_greedy_takes_the_lowest_of_equal_logits_and_reports_the_untempered_logprob():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
+    tokens, logprobs = draw(logits, torch.tensor([0.99], dtype=torch.float64), settings_of([(0.0, -1, 1.0)], 4))
+    assert tokens.tolist() == [1]
+    assert abs(logprobs[0] - (2 - math.log(1 + 2 * math.e**2 + math.e))) < 1e-6
+
+
+def test_top_k_ties_keep_the_lowest_ids():
+    cut = truncate(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([2]), torch.tensor([1.0], dtype=torch.float64))
+    assert cut.isfinite().tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("vocab", [7, 512, 513, 5000, 151_936])
+def test_inverse_cdf_equals_exact_sums_and_never_takes_weight_zero(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    weights = torch.rand(6, vocab, generator=generator) ** 8
+    weights[:, torch.rand(vocab, generator=generator) < 0.5] = 0
+    weights[:, vocab // 2] = 0.25
+    weights[5] = 0
+    weights[5, vocab - 2] = 1e-30  # alone, tiny, near the end
+    uniform = torch.tensor([0.0, 1 - 2**-53, 0.5, 0.123456, 0.999999, 0.7], dtype=torch.float64)
+    tokens, totals = inverse_cdf(weights, uniform)
+    for row in range(6):
+        exact = np.cumsum(weights[row].numpy().astype(np.longdouble))
+        assert weights[row, tokens[row]] > 0
+        expected = int(np.searchsorted(exact, np.longdouble(uniform[row].item()) * exact[-1], side="right"))
+        if row != 1:  # at 1 - 2^-53 the last few tokens lie within rounding; weight above zero is what must hold
+            assert tokens[row] == expected
+        assert math.isclose(totals[row], float(exact[-1]), rel_tol=1e-12)
+
+
+def test_large_vocabulary_draws_follow_the_weights():
+    vocab, draws = 2000, 40_000
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(vocab, generator=generator)
+    uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
+    tokens, _ = inverse_cdf(weights.expand(draws, -1), uniform)
+    counts = np.bincount(tokens.numpy() // 20, minlength=100)  # a hundred bins of twenty tokens
+    expected = weights.double().view(100, 20).sum(1).numpy() / weights.double().sum().item() * draws
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    assert 55 < chi2 < 155  # 99 degrees of freedom: mean 99, four deviations either side
+
+
+def test_half_precision_logits_are_normalised_in_float32():
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 2000) * 3).bfloat16()
+    tokens, logprobs = draw(logits, torch.rand(3, dtype=torch.float64), RowSettings())
+    expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    assert (logprobs - expected).abs().max() < 1e-5
