@@ -109,7 +109,7 @@ class Driver:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the service is closed: {verb} cannot run any more")
-            if verb != "forget_version":  # a finaliser's verb: whoever it concerns has no one waiting
+            if verb not in ("forget_version", "forget_model"):  # a finaliser's verb: whoever it concerns has no one waiting
                 self._flush()
             future: Future = Future()
             self._queue.put((verb, arguments, tuple(after), future))

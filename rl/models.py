@@ -225,14 +225,14 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig) -> LoadedModel:
         task_type="CAUSAL_LM",
     )
     loaded.model.name_or_path = loaded.name  # PEFT writes it into adapter_config.json
-    with seeded(lora.seed if lora.seed is not None else 0), _no_tied_warning():
+    with seeded(lora.seed if lora.seed is not None else 0), quiet_about_tied_heads():
         model = get_peft_model(loaded.model, config)
     return LoadedModel(model, loaded.tokenizer, loaded.name, loaded.eos_token_ids)
 
 
 @contextlib.contextmanager
-def _no_tied_warning() -> Iterator[None]:
-    """PEFT warns that merging an adapter on a tied head is delicate; merging here unties first (see checkpoint)."""
+def quiet_about_tied_heads() -> Iterator[None]:
+    """PEFT warns that merging an adapter on a tied head is delicate; merging here unties first (see rl.saving)."""
     import warnings
 
     with warnings.catch_warnings():

@@ -154,6 +154,7 @@ def _stages(
             raise
         finally:
             stage.scorer.close()
+            policy.release()
         results[f"held-out accuracy, {plan.name}"] = (stage.before, stage.after)
         previous = _final_path(folder, plan.name)
         first_step += steps + 1
@@ -244,6 +245,8 @@ def _stage(
 
 def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     columns: dict[str, Any] = {
+        "format": data.data_format,
+        "config": data.dataset_config,
         "prompt_column": data.prompt_column,
         "answer_column": data.answer_column,
         "response_column": data.response_column,
@@ -253,7 +256,18 @@ def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSe
     train = load_problems(data.dataset, split="train", limit=data.train_limit, **columns)
     if not held_out:
         return train, None
+    if data.eval_dataset is None and Path(data.dataset).is_file():
+        return _held_out(train, data.eval_limit)
     return train, load_problems(data.eval_dataset or data.dataset, split="test", limit=data.eval_limit, **columns)
+
+
+def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
+    """A single file has no test split: its last tenth (at most `limit` rows) is held out and never trained on."""
+    count = min(limit, len(problems) // 10)
+    if count == 0:
+        return problems, None
+    rows = list(problems)
+    return ProblemSet(rows[:-count], name=problems.name), ProblemSet(rows[-count:], name=f"{problems.name}, held out")
 
 
 def _introduce(run: Run, folder: Path, policy: TrainingClient, console: Console) -> None:

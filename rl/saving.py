@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl import checkpoint
 from rl.errors import UserError
-from rl.models import LoadedModel, eos_token_ids, inner_model, is_lora, load_model
+from rl.models import LoadedModel, eos_token_ids, inner_model, is_lora, load_model, quiet_about_tied_heads
 
 if TYPE_CHECKING:
     from rl.learner import Learner
@@ -35,7 +35,8 @@ def _write_model(loaded: LoadedModel, folder: Path, *, merged: bool = False) -> 
         model = _merged_copy(model)
     folder.mkdir(exist_ok=True)
     if is_lora(model):
-        model.save_pretrained(str(folder))
+        # An adapter on the head counts as one on an embedding layer to PEFT, which would then save the whole matrix.
+        model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
         # Not the model's own save_pretrained: it imports DeepSpeed to look for a wrapper that is not there, which takes seconds.
         model.config.save_pretrained(str(folder))
@@ -173,6 +174,7 @@ def _load_adapter(folder: Path, spec: ModelSpec, base_model: str | None) -> Load
     if not base:
         raise UserError(f"{folder}/adapter_config.json names no base model: pass base_model")
     loaded = load_model(base, tokenizer=spec.tokenizer, seed=spec.seed)
-    model = PeftModel.from_pretrained(loaded.model, str(folder))
+    with quiet_about_tied_heads():
+        model = PeftModel.from_pretrained(loaded.model, str(folder))
     return LoadedModel(model, loaded.tokenizer, base, eos_token_ids(loaded.model, loaded.tokenizer))
 

@@ -78,7 +78,11 @@ class DataSettings:
     dataset: str = "addition"
     """addition (generated), a .jsonl file, a folder or hub name (openai/gsm8k), ..."""
     eval_dataset: str | None = None
-    """Held-out problems; by default the test split of dataset."""
+    """Held-out problems; by default the test split of dataset, or of a single file the last tenth, which is not trained on."""
+    dataset_config: str | None = None
+    """Configuration of a hub data set that has several."""
+    data_format: Literal["auto", "columns", "messages", "alpaca", "gsm8k"] = "auto"
+    """Shape of the rows; auto: by the columns of the first."""
     prompt_column: str = "prompt"
     """Column of the prompt in a .jsonl file or hub data set."""
     answer_column: str = "answer"

@@ -10,6 +10,7 @@ from typing import Any
 from rl.console import Console
 from rl.data.problem_set import ProblemSet
 from rl.environments import ProblemGroupBuilder
+from rl.errors import UserError
 from rl.interrupts import Stopped, StopRequest
 from rl.keeper import Keeper
 from rl.logbook import Logbook
@@ -25,7 +26,7 @@ from rl.types import Datum, Problem, SamplingParams
 HELD_OUT = "test/env/all/correct"
 
 
-class EveryRewardFailed(RuntimeError):
+class EveryRewardFailed(UserError):
     """No sample of a batch could be scored: the reward is broken, and going on would train on nothing."""
 
 

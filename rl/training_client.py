@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,6 +34,8 @@ class TrainingClient(IsItsOwnFuture):
         self._created = created
         self._backwards: list[Future] = []  # since the last optim_step
         self.model_id = model_id
+        self._finalizer = weakref.finalize(self, _forget, driver, model_id)
+        self._finalizer.atexit = False
 
     @property
     def info(self) -> dict[str, Any]:
@@ -214,8 +217,7 @@ class TrainingClient(IsItsOwnFuture):
     def _path(self, kind: str, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or ".partial-" in name:
             raise ValueError(f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name!r}")
-        parts = [kind] if self.model_id == 0 else [kind, f"model-{self.model_id}"]
-        return str(Path(self._service.output_dir, *parts, name))
+        return str(Path(self._service.output_dir, kind, name))
 
     # ----------------------------------------------------------------------------------------------------------- asking
 
@@ -225,11 +227,20 @@ class TrainingClient(IsItsOwnFuture):
             raise ValueError(f"the model {self.info['base_model']!r} came without a tokenizer; it is used with token ids")
         return tokenizer
 
+    def release(self) -> None:
+        """Gives the model's memory back now rather than when the client is collected."""
+        self._finalizer()
+
     def get_info(self) -> types.GetInfoResponse:
         info = self.info
         data = types.ModelData(info["arch"], info["base_model"], getattr(info["tokenizer"], "name_or_path", None))
         rank = info["lora_rank"]
         return types.GetInfoResponse(data, str(self.model_id), rank is not None, rank, info["base_model"])
+
+
+def _forget(driver: Driver, model_id: int) -> None:
+    if not driver.closed:
+        driver.submit("forget_model", model_id)
 
 
 def _output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardBackwardOutput:
