@@ -27,8 +27,8 @@ from rl.sampler import Engine, Request, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)
-MODEL_085M = dict(vocab_size=512, hidden_size=160, intermediate_size=320, num_hidden_layers=3, num_attention_heads=5,
-                  num_key_value_heads=5, head_dim=32)  # fmt: skip
+MODEL_085M = dict(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=32)  # fmt: skip
 MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=4, head_dim=32)  # fmt: skip
 

@@ -82,13 +82,14 @@ class Scores:
         self.x_arg, self.w_arg, self.options = matmul_options(self.x, self.w, self.tiles)
         self.options |= {"SPLITS": SPLITS, "GROUP": GROUP, "HAS_BIAS": bias is not None, "SOFTCAP": head.softcap is not None}
         self.bias_arg = self.y if bias is None else bias.contiguous()
+        self.at_target = torch.empty(self.N, dtype=torch.float32, device=x.device)
 
     def grid(self) -> tuple[int]:
         return (triton.cdiv(self.N, self.tiles.rows) * SPLITS,)
 
     def parts(self, count: int) -> Tensor:
-        """Room for the partial numbers of `count` launches over some columns: [4, SPLITS * count, N]."""
-        return torch.empty((4, SPLITS * count, self.N), dtype=torch.float32, device=self.x.device)
+        """Room for the partial numbers of `count` launches over some columns: [3, SPLITS * count, N]."""
+        return torch.empty((3, SPLITS * count, self.N), dtype=torch.float32, device=self.x.device)
 
     def forward(
         self, part: Tensor, lo: int, hi: int, index: int, *, entropy: bool, kept: Tensor | None = None,
@@ -96,8 +97,9 @@ class Scores:
     ) -> None:  # fmt: skip
         keep = kept is not None and exponents is not None
         _forward_kernel[self.grid()](
-            self.x_arg, self.w_arg, self.bias_arg, self.y, part, kept if keep else part, exponents if keep else part,
-            ref if keep else part, self.N, self.V, lo, triton.cdiv(hi - lo, self.tiles.columns), index * SPLITS, part.shape[1],
+            self.x_arg, self.w_arg, self.bias_arg, self.y, part, self.at_target, kept if keep else part, exponents if keep else part,
+            ref if keep else part,
+            self.N, self.V, lo, triton.cdiv(hi - lo, self.tiles.columns), index * SPLITS, part.shape[1],
             self.x.stride(0), self.w.stride(0), kept.stride(0) if kept is not None else 0,
             exponents.stride(0) if exponents is not None else 0, self.head.in_scale, self.head.out_scale, headroom,
             ENTROPY=entropy, KEEP=keep, KEEP_SLOPE=keep_slope, **self.options,
@@ -105,7 +107,9 @@ class Scores:
 
     def combine(self, part: Tensor) -> Forward:
         logp, entropy, lse = (torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3))
-        _combine_kernel[(triton.cdiv(self.N, 128),)](part, logp, entropy, lse, self.N, part.shape[1], BLOCK=128, num_warps=4)
+        _combine_kernel[(triton.cdiv(self.N, 128),)](
+            part, self.at_target, logp, entropy, lse, self.N, part.shape[1], BLOCK=128, num_warps=4
+        )  # fmt: skip
         return Forward(logp, entropy, lse, None)
 
     def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:

@@ -8,8 +8,9 @@ Why these tiles (H100: 132 SMs, 4096 bf16 multiply-adds x 2 a clock and SM, 227 
   other's products, at the price of a third more loads from L2.
 - Work items are (128 rows) x (1/33 of the vocabulary). 33 x 4 = 132, so 512 rows are one full wave, and every multiple of it.
   Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden states (16 MiB) stay in L2 while W streams by.
-- The loop over a program's tiles is flattened into the one over D, so that the loads of the next tile start before the
-  epilogue of this one.
+- The backward's loop over tiles is flattened into the one over D, so that loads of the next tile start before the epilogue of
+  this one. The forward's carries a maximum and two sums, which Triton 3.7 cannot flatten; its pipeline refills once a tile,
+  about 1000 clocks of 16 D, which the second program on the SM covers at small D.
 The tiles depend on D and dtype alone, never on the number of rows: a token's logprob has the same bits in every batch.
 """
 
@@ -119,13 +120,13 @@ def _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS: tl.constexpr,
 
 @triton.jit
 def _forward_kernel(
-    x, w, bias_ptr, y_ptr, part_ptr, kept_ptr, exp_ptr, ref_ptr,
+    x, w, bias_ptr, y_ptr, part_ptr, target_ptr, kept_ptr, exp_ptr, ref_ptr,
     N, V, col_base, tiles, split_base, parts, stride_x, stride_w, stride_kept, stride_exp, in_scale, out_scale, headroom,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, KEEP: tl.constexpr, KEEP_SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Over this split's tiles: maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) and the target's z, to part[:, split, row].
+    """Over this split's tiles: maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) to part[:, split, row]; the target's z to target[row].
 
     KEEP: also 2^(z-k) (times the tanh's slope where KEEP_SLOPE) to kept[row, column - col_base] and k to exp[tile, row].
     k is the row's reference if the tile's maximum is at most `headroom` above it, else that maximum, rounded up.
@@ -141,8 +142,7 @@ def _forward_kernel(
     m = tl.full((BM,), FLOOR, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     spread = tl.zeros((BM,), tl.float32)
-    at_target = tl.full((BM,), FLOOR, tl.float32)
-    for tile in tl.range(begin, end, flatten=True):
+    for tile in range(begin, end):
         col0 = col_base + tile * BN
         cols = col0 + tl.arange(0, BN)
         acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
@@ -160,35 +160,33 @@ def _forward_kernel(
         m = new_m
         hit = (y >= col0) & (y < col0 + BN)
         if tl.max(hit.to(tl.int32), 0) > 0:  # one tile in V / BN holds a row's target; the others skip the search
-            found = tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1)
-            at_target = tl.where(hit, found, at_target)
+            tl.store(target_ptr + rows, tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1), mask=hit)
         if KEEP:
             k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
-            kept = tl.exp2(z - k[:, None])
+            # 2^(z-k) from e without a second exp2; a tile more than 2^126 below the maximum comes out too small, and counts 0.
+            kept = e * tl.exp2(tl.minimum(m - k, 126.0))[:, None]
             if KEEP_SLOPE:
                 kept *= slope
             where = kept_ptr + rows.to(tl.int64)[:, None] * stride_kept + (tile * BN + tl.arange(0, BN))[None, :]
             tl.store(where, kept.to(kept_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < V)[None, :])
-            tl.store(exp_ptr + tile.to(tl.int64) * stride_exp + rows, k, mask=rows < N)
-    out = part_ptr + (split_base + split).to(tl.int64) * N + rows
-    plane = parts.to(tl.int64) * N
+            tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)
+    out = part_ptr + (split_base + split) * N + rows
+    plane = parts * N
     tl.store(out, m, mask=rows < N)
     tl.store(out + plane, total, mask=rows < N)
     tl.store(out + 2 * plane, spread, mask=rows < N)
-    tl.store(out + 3 * plane, at_target, mask=rows < N)
 
 
 @triton.jit
-def _combine_kernel(part_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, BLOCK: tl.constexpr):
+def _combine_kernel(part_ptr, target_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, BLOCK: tl.constexpr):
     """The splits' numbers of each row, always in the same order, to logp, entropy and lse in nats."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = parts.to(tl.int64) * N
+    plane = parts * N
     m = tl.full((BLOCK,), FLOOR, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     spread = tl.zeros((BLOCK,), tl.float32)
-    at_target = tl.full((BLOCK,), FLOOR, tl.float32)
     for part in range(0, parts):
-        at = part_ptr + part.to(tl.int64) * N + rows
+        at = part_ptr + part * N + rows
         part_m = tl.load(at, mask=rows < N, other=0.0)
         part_total = tl.load(at + plane, mask=rows < N, other=1.0)
         part_spread = tl.load(at + 2 * plane, mask=rows < N, other=0.0)
@@ -197,8 +195,8 @@ def _combine_kernel(part_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, BLOCK: t
         spread = old * (spread + (m - new_m) * total) + new * (part_spread + (part_m - new_m) * part_total)
         total = old * total + new * part_total
         m = new_m
-        at_target = tl.maximum(at_target, tl.load(at + 3 * plane, mask=rows < N, other=0.0))
     log_total = tl.log2(total)
+    at_target = tl.load(target_ptr + rows, mask=rows < N, other=0.0)
     tl.store(logp_ptr + rows, (at_target - m - log_total) * TO_NATS, mask=rows < N)
     tl.store(entropy_ptr + rows, (log_total - spread / total) * TO_NATS, mask=rows < N)
     tl.store(lse_ptr + rows, (m + log_total) * TO_NATS, mask=rows < N)
@@ -263,7 +261,7 @@ def _saved_dlogits_kernel(
     if HAS_AT:
         source = tl.load(at_ptr + rows, mask=inside, other=0)
     kept = tl.load(kept_ptr + source[:, None] * stride_kept + cols.to(tl.int64)[None, :], mask=mask, other=0.0).to(tl.float32)
-    k = tl.load(exp_ptr + (tile_base + tile).to(tl.int64) * stride_exp + source, mask=inside, other=0.0)
+    k = tl.load(exp_ptr + (tile_base + tile) * stride_exp + source, mask=inside, other=0.0)
     y = tl.load(y_ptr + rows, mask=inside, other=-1)
     lse2 = tl.load(lse2_ptr + rows, mask=inside, other=0.0)
     a = tl.load(a_ptr + rows, mask=inside, other=0.0)
@@ -289,7 +287,7 @@ def _align_kernel(
     """Brings a tile of kept values from its own exponents to the rows' common ones. Nearly always nothing is to be done."""
     tile = tl.program_id(0) % tiles
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
-    old = tl.load(exp_ptr + tile.to(tl.int64) * stride_exp + rows, mask=rows < N, other=0.0)
+    old = tl.load(exp_ptr + tile * stride_exp + rows, mask=rows < N, other=0.0)
     new = tl.load(new_ptr + rows, mask=rows < N, other=0.0)
     if tl.max((old != new).to(tl.int32), 0) > 0:
         cols = tile * BN + tl.arange(0, BN)

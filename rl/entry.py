@@ -8,6 +8,8 @@ import warnings
 
 from rl.cli import Run
 
+TRACEBACK = "WHETSTONE_TRACEBACK"
+
 
 def main(run: Run) -> int:
     """0: done. 2: something to set right. 75: stopped and saved, run again with --resume. 130: stopped by Ctrl-C."""
@@ -23,8 +25,12 @@ def main(run: Run) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except UserError as error:
-        help_pages.fail([str(error)], see="python train.py --help", outcome="the run stopped")
+    except ValueError as error:
+        # Every ValueError of ours says what is wrong with which input; a library's may not, hence the way to its traceback.
+        if os.environ.get(TRACEBACK):
+            raise
+        see = "python train.py --help" if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
+        help_pages.fail([str(error)], see=see, outcome="the run stopped")
     return 0
 
 

@@ -52,19 +52,18 @@ def _holds_a_run(folder: Path) -> bool:
     return isinstance(config, dict) and "stages" in config
 
 
-def claim(folder: Path, config: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
-    """Make `folder` this run's: write config.json, or with `resume` return the saved one (and leave it as it is).
+def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Whether `claim` would succeed, without touching anything: asked before models and data are loaded.
 
     RunFolderError where the folder holds another run and neither was asked for, where there is nothing to resume, or where
     the folder to be overwritten holds files but no run (a mistyped path is not emptied).
     """
-    path = folder / CONFIG
     if resume and overwrite:
         raise RunFolderError("--resume continues a run and --overwrite deletes it; give one of them")
     if resume:
         if not _holds_a_run(folder):
             raise RunFolderError(f"nothing to resume: {folder} holds no run ({CONFIG}); check --output-dir, or drop --resume")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder} is a file; give a folder as --output-dir")
     if folder.is_dir() and any(folder.iterdir()):
@@ -72,9 +71,24 @@ def claim(folder: Path, config: Mapping[str, Any], *, resume: bool = False, over
             raise RunFolderError(f"{folder} is not empty and holds no run ({CONFIG}); give another --output-dir")
         if not overwrite:
             raise RunFolderError(f"{folder} holds a run: --resume continues it, --overwrite deletes it; or change --output-dir")
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+
+
+def claim(folder: Path, config: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
+    """Make `folder` this run's: write config.json, or with `resume` return the saved one (and leave it as it is).
+
+    Raises what `check_claim` raises.
+    """
+    check_claim(folder, resume=resume, overwrite=overwrite)
+    if resume:
+        return saved_config(folder)
+    if folder.is_dir() and any(folder.iterdir()):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(finite(config), indent=2, allow_nan=False) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(finite(config), indent=2, allow_nan=False) + "\n")
     return None
 
 

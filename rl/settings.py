@@ -188,6 +188,9 @@ class LoopSettings:
     rollouts_every: int = 20
     """Write the rollouts (jsonl and a page to read) every so many steps; 0: never."""
 
+    remark: str | None = None
+    """What a reader of the final figures should know; shown beside them at the end of the run."""
+
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every", "save_every", "rollouts_every"):
             _at_least(name, getattr(self, name), 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     GPT2Config,
@@ -23,6 +25,15 @@ SMALL: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=96, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, and wait for them when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
@@ -60,7 +71,7 @@ def random_prompts(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> lis
 
 
 @torch.no_grad()
-def reference_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(model: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Logprob of each response token by one plain forward over prompt and response: no cache, no batch, no padding."""
     logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1].double()
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
@@ -70,7 +81,8 @@ def add_lora(model: torch.nn.Module, targets: list[str], **changes: Any) -> torc
     """The model with random (not zero) adapters on these modules."""
     from peft import LoraConfig, get_peft_model
 
-    wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 10, "target_modules": targets, "task_type": "CAUSAL_LM", **changes}))
+    settings = {"r": 4, "lora_alpha": 10, "target_modules": targets, "task_type": "CAUSAL_LM", **changes}
+    wrapped = get_peft_model(model, LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_" in name:

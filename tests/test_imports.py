@@ -17,7 +17,7 @@ LAYERS = {
     2: ["rl.models", "rl.logprobs", "rl.sampler", "rl.environments", "rl.checkpoint"],
     3: ["rl.learner", "rl.worker", "rl.saving", "rl.driver", "rl.training_client", "rl.sampling_client", "rl.service", "rl.rollout"],
     4: ["rl.methods", "rl.plots", "rl.html", "rl.console", "rl.logbook", "rl.keeper", "rl.recipe", "rl.cli", "rl.help_pages"],
-    5: ["rl.stage", "rl.online", "rl.offline", "rl.run", "rl.entry"],
+    5: ["rl.stage", "rl.online", "rl.offline", "rl.prepare", "rl.run", "rl.entry"],
 }  # fmt: skip
 
 

@@ -246,4 +246,4 @@ def test_a_run_with_the_network_off_works(tmp_path):
     if "unshare failed" in done.stderr:
         pytest.skip(f"this machine does not allow it: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    assert {p.name for p in tmp_path.iterdir()} == {"out", "recipe.yaml", "tests_rewards.py", "__pycache__"}
+    assert {p.name for p in tmp_path.iterdir()} <= {"out", "recipe.yaml", "tests_rewards.py", "__pycache__"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampler_models import VOCAB, add_lora, random_prompts, tiny_model
+from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.sampler import make_decoder, score
 from rl.sampler.cache import compaction

@@ -52,7 +52,8 @@ def test_stop_strings_equal_full_decoding(shared_data, name):
         streams.append(torch.randint(0, len(tokenizer), (40,), generator=generator).tolist())
     # Character by character, so that a stop string spans many tokens.
     streams.append([token for character in "so </answer>\n\nUser: x" for token in tokenizer.encode(character)])
-    conditions: list[tuple[str, ...]] = [("</answer>",), ("\n\nUser:",), ("日本", "zzz"), ("🙂🙂",), ("   ",), (" .",), (" ",), ("e", "t")]
+    conditions: list[tuple[str, ...]] = [("</answer>",), ("\n\nUser:",), ("日本", "zzz"), ("🙂🙂",), ("   ",), (" .",), (" ",)]
+    conditions.append(("e", "t"))
     hits = 0
     for tokens in streams:
         for strings in conditions:

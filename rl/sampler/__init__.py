@@ -7,8 +7,9 @@
 """
 
 from rl.sampler.decoder import Decoder
-from rl.sampler.engine import Counters, Engine, Finished, Request
+from rl.sampler.engine import Engine
 from rl.sampler.make import make_decoder
 from rl.sampler.prompt_logprobs import score
+from rl.sampler.requests import Counters, Finished, Request
 
 __all__ = ["Counters", "Decoder", "Engine", "Finished", "Request", "make_decoder", "score"]

@@ -56,7 +56,7 @@ class Grid:
 
 
 def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
-    """q [B, M, D] times k [B, L, D] transposed, in float32 also for half precision: rounding scores would change the softmax."""
+    """q [B, M, D] times k [B, L, D] transposed, in float32 also for half precision: the softmax would feel their rounding."""
     if q.dtype == torch.float32:
         return torch.bmm(q, k.transpose(1, 2))
     if q.is_cuda:

@@ -1,7 +1,7 @@
 """The fast decoder's cache: per layer one block of prompts and one block of responses, allocated before they are filled.
 
-A response starts at position 0 of its row's block, so rows are never padded by the length of their prompt. Where every prompt has
-one row, the two blocks are two parts of one tensor, and attention reads it in one go.
+A response starts at position 0 of its row's block, so rows are never padded by the length of their prompt. Where every prompt
+has one row, the two blocks are two parts of one tensor, and attention reads it in one go.
 Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head width.
 """
 

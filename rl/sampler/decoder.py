@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from rl.sampler.cache import DecodeState, LogitsReader
 

@@ -24,7 +24,7 @@ _LOGITS_AT_ONCE = 1 << 25  # numbers of a slice of prompt logits shown to a read
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length of the sequence
 
-# Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), keeps the keys and values; attention output [.., H * D].
+# Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values; attention output [.., H * D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 KeepPrompt = Callable[[int, list[int], Tensor, Tensor], None]
 
@@ -157,7 +157,7 @@ class FastDecoder(Decoder):
 
         `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store.
         """
-        logits_PV = torch.empty(len(prompts), self.vocab_size, device=self.device)
+        logits_PV = torch.empty(len(prompts), self.vocab_size, dtype=torch.float32, device=self.device)
         for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
             ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
@@ -226,7 +226,8 @@ def _read_architecture(base: Any, builder: Builder) -> Architecture:
     embed = builder.tensor("embed", embedding.base.weight)
     adapter = None
     if embedding.lora_a is not None and embedding.lora_b is not None:
-        adapter = (builder.adapter("embed.lora_a", embedding.lora_a), builder.adapter("embed.lora_b", embedding.lora_b), embedding.scale)
+        a_key, b_key = builder.adapter("embed.lora_a", embedding.lora_a), builder.adapter("embed.lora_b", embedding.lora_b)
+        adapter = (a_key, b_key, embedding.scale)
     first = base.model.layers[0].self_attn
     tied = unwrap(base.lm_head).base.weight is embedding.base.weight
     return Architecture(

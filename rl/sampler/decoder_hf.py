@@ -1,6 +1,7 @@
 """Generation with any HF causal LM through its own forward and a DynamicCache. Slower than `decoder_fast`, and its yardstick.
 
-Rows of unequal length are padded on the left, masked, and given explicit positions; rows enter and leave by rebuilding the batch.
+Rows of unequal length are padded on the left, masked, and given explicit positions; rows enter and leave by rebuilding the
+batch.
 Shapes: P prompts, N rows, H key heads, L cached positions, D head width.
 """
 
@@ -46,7 +47,7 @@ class HFDecoder(Decoder):
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in named_tensors:
             if name not in parameters:
-                raise ValueError(f"no parameter {name!r} in the decoder's model; its names look like {next(iter(parameters))!r}")
+                raise ValueError(f"no parameter {name!r} in the decoder's model; its names are like {next(iter(parameters))!r}")
             own = parameters[name]
             if own.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(own.shape)} in the decoder, got {tuple(tensor.shape)}")

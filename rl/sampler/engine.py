@@ -18,56 +18,11 @@ from torch import Tensor
 from rl.sampler.cache import compaction
 from rl.sampler.decoder import Decoder
 from rl.sampler.prompt_logprobs import PromptReader
+from rl.sampler.requests import Counters, Finished, Request
 from rl.sampler.rows import Rows
 from rl.sampler.stops import StopStrings, StopTable, stop_condition
 from rl.sampler.token_sampling import RowSettings, draw, row_settings
-from rl.types import SampledSequence, SampleResponse, SamplingParams
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """`num_samples` responses to one prompt.
-
-    The random stream of sample i is a function of (seed, problem, first_index + i): requests that should differ differ in one
-    of them. `params.seed` is not read here; the caller derives `seed` from it. `include_prompt_logprobs` gives the untempered
-    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position.
-    """
-
-    prompt: Sequence[int]
-    num_samples: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    problem: int = 0
-    first_index: int = 0
-    include_prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request of which every sample has ended."""
-
-    request_id: int
-    response: SampleResponse
-
-
-@dataclass(slots=True)
-class Counters:
-    """What was done, in tokens and rows; no clock.
-
-    `prefill_tokens`: prompt tokens read. `decoded_rows`: rows of logits that were turned into a token. `fed_tokens`: rows passed
-    through the model to get such logits (a sample's first comes from the prompt's, so it is one less a sample).
-    `emitted_tokens`: tokens of finished samples.
-    """
-
-    prefill_tokens: int = 0
-    prefill_prompts: int = 0
-    fed_tokens: int = 0
-    decoded_rows: int = 0
-    emitted_tokens: int = 0
-    finished_samples: int = 0
-    steps: int = 0
-    peak_rows: int = 0
-    peak_cache_tokens: int = 0
+from rl.types import SampledSequence, SampleResponse
 
 
 @dataclass(slots=True)
@@ -113,7 +68,7 @@ class Engine:
     ):
         limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
         if min(kv_cache_tokens, max_rows, *limits) < 1:
-            raise ValueError(f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows} and max_context={limits} must be at least 1")
+            raise ValueError(f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: at least 1 each")
         self.decoder = decoder
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
         self.max_context = min(limits) if limits else None
@@ -145,7 +100,7 @@ class Engine:
         max_tokens = self._max_tokens(len(prompt), params.max_tokens)
         condition = stop_condition(params.stop, self.eos_token_ids)
         if condition.strings and self._stop_strings is None:
-            raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer: give the engine one, or stop at token ids")
+            raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer: give the engine one, or stop at ids")
         job = _Job(
             request_id=self._next_id,
             request=request,
@@ -164,7 +119,7 @@ class Engine:
         """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the context."""
         if max_tokens is None:
             if self.max_context is None:
-                raise ValueError("max_tokens is None (up to the context limit), but the model states no limit: set max_tokens or max_context")
+                raise ValueError("max_tokens=None goes up to the context limit, and the model has none: set one of the two")
             max_tokens = max(self.max_context + 1 - prompt, 0)
         if self.max_context is not None and prompt + max(max_tokens, 1) - 1 > self.max_context:
             raise ValueError(
@@ -295,7 +250,8 @@ class Engine:
         """A token and its logprob for each row, brought to the host in one transfer."""
         if self._settings is None:
             rows = self._rows
-            self._settings = row_settings(rows["temperature"], rows["top_k"], rows["top_p"], logits_NV.shape[1], logits_NV.device)
+            how = (rows["temperature"], rows["top_k"], rows["top_p"])
+            self._settings = row_settings(*how, logits_NV.shape[1], logits_NV.device)
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
         tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
         both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # float64 holds every token id exactly
@@ -305,7 +261,7 @@ class Engine:
         """Which rows end with the token just recorded, and which of them because of a stop."""
         rows = self._rows
         stopped = self._stops.table[rows["stop_row"], tokens]
-        for row in np.flatnonzero(rows["has_strings"] & ~stopped):
+        for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
             strings = self._jobs[int(rows["job"][row])].stop_strings
             assert self._stop_strings is not None  # `add` refuses strings without a tokenizer
             stopped[row] = self._stop_strings.found(strings, rows.response(row)[0])

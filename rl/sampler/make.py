@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ def make_decoder(
     model: Any,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    kind: Literal["auto", "fast", "hf"] = "auto",
+    kind: str = "auto",
 ) -> Decoder:
     """A decoder over a copy of the weights of a HF causal LM, which may be PEFT-wrapped: training the model does not change it.
 

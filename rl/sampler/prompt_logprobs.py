@@ -19,7 +19,7 @@ class PromptReader:
 
     def __init__(self, prompt: Sequence[int], temperature: float = 1.0, topk: int = 0):
         if not temperature > 0:
-            raise ValueError(f"logprobs of given tokens need a temperature above 0, got {temperature}; 1 is the untempered model")
+            raise ValueError(f"logprobs of given tokens need a temperature above 0, got {temperature}; 1 is untempered")
         self.prompt = prompt
         self.temperature = temperature
         self.topk = topk
@@ -27,7 +27,7 @@ class PromptReader:
         self.topk_logprobs: list[list[tuple[int, float]] | None] = [None]
 
     def read(self, first_position: int, logits_TV: Tensor) -> None:
-        """Logits of positions first_position, first_position + 1, ...; those after the prompt's last but one predict nothing."""
+        """Logits of positions first_position, first_position + 1, ...; the prompt's last one predicts none of it."""
         count = min(len(logits_TV), len(self.prompt) - 1 - first_position)
         if count <= 0:
             return

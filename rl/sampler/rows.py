@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rl.sampler.streams import as_uint64, uniforms
 
 _UNIFORMS_AHEAD = 8
-_FIELDS = {
+_FIELDS: dict[str, Any] = {
     "job": np.int64,  # the request's id
     "sample": np.int64,  # which of its samples
     "max_tokens": np.int64,
@@ -25,10 +27,10 @@ _FIELDS = {
 
 
 class Rows:
-    """One entry a running row, in the order of the decoder's slots. Its tokens and logprobs go to a buffer that stays in place."""
+    """One entry a running row, in the order of the decoder's slots. Its tokens and logprobs go to a buffer that stays put."""
 
     def __init__(self) -> None:
-        self._fields = {name: np.zeros(0, dtype) for name, dtype in _FIELDS.items()}
+        self._fields: dict[str, np.ndarray] = {name: np.zeros(0, dtype) for name, dtype in _FIELDS.items()}
         self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
         self._logprobs = np.zeros((0, 16), np.float64)
         self._free = np.zeros(0, np.int64)
@@ -49,7 +51,9 @@ class Rows:
         counts = np.array(count)
         per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
         per_request["problem"] = [as_uint64(problem) for problem in per_request["problem"]]
-        new = {name: np.repeat(np.array(values, _FIELDS[name]), counts) for name, values in per_request.items()}
+        new: dict[str, np.ndarray] = {}
+        for name, values in per_request.items():
+            new[name] = np.repeat(np.array(values, _FIELDS[name]), counts)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         new["sample"] = np.repeat(first_sample, counts) + within
         new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)

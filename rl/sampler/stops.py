@@ -76,7 +76,7 @@ class StopStrings:
         return known[newest] and any(string in self._tail(strings, tokens) for string in strings)
 
     def _may_complete(self, strings: tuple[str, ...], token: int) -> bool:
-        """A stop string ends in this token's text. In doubt yes: parts of characters, and spaces, which decoders drop or add."""
+        """Whether a stop string can end in this token. In doubt yes: parts of characters; spaces, which decoders drop."""
         text = self.decode([token])
         last_characters = {string[-1] for string in strings}
         return not text or "\ufffd" in text or any(c in text or c.isspace() for c in last_characters)

@@ -1,8 +1,8 @@
 """Counter-based uniforms: the random number of a token is a function of who it is, not of what was drawn before it.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised over rows in numpy.
-Key: the seed. Counter: the position in the response, the index in the group and the problem. So a sample's stream depends neither
-on the batch around it, nor on the number of ranks, nor on the order of requests.
+Key: the seed. Counter: the position in the response, the index in the group and the problem. So a sample's stream depends
+neither on the batch around it, nor on the number of ranks, nor on the order of requests.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Weights:
         for name, tensor in named_tensors:
             if name not in self.pieces:
                 known = sorted(self.pieces)
-                raise ValueError(f"no parameter {name!r} in the decoder, which has {len(known)}, such as {known[0]!r} and {known[-1]!r}")
+                raise ValueError(f"no parameter {name!r} among the decoder's {len(known)}, such as {known[0]!r}, {known[-1]!r}")
             own = self.view(name)
             if own.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(own.shape)} in the decoder, got {tuple(tensor.shape)}")
@@ -159,7 +159,8 @@ def unwrap(module: nn.Module) -> Wrapped:
         raise Unsupported("an adapter with DoRA or a bias")
     if isinstance(module, lora.Embedding):
         return Wrapped(base, module.lora_embedding_A[name], module.lora_embedding_B[name], module.scaling[name])
-    return Wrapped(base, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+    a, b = module.lora_A[name].get_parameter("weight"), module.lora_B[name].get_parameter("weight")
+    return Wrapped(base, a, b, module.scaling[name])
 
 
 class Unsupported(Exception):

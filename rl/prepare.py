@@ -1,0 +1,129 @@
+"""What the stages of a run need, made and checked before the run's folder is touched and before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.cli import Stage as StagePlan
+from rl.data import load_problems
+from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
+from rl.learner import LearnerSettings
+from rl.model_info import get_recommended_renderer_name
+from rl.renderers import Renderer, get_renderer
+from rl.rewards import Scorer
+from rl.seeds import derive_seed
+from rl.service import ServiceClient
+from rl.settings import DataSettings, ModelSettings
+from rl.training_client import TrainingClient
+from rl.worker import SamplerSettings, WorkerSettings
+
+
+@dataclass
+class Prepared:
+    """A stage's data and reward, loaded."""
+
+    plan: StagePlan
+    problems: ProblemSet
+    test_problems: ProblemSet | None
+    scorer: Scorer
+
+
+def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
+    """The device side, one for the whole run. Raises UserError where stages ask for different ones."""
+    found = []
+    for plan in stages:
+        model, optim, sampling = plan.settings.model, plan.settings.optim, plan.settings.sampling
+        learner = LearnerSettings(optim.token_budget, optim.layout, model.fused_logprobs, model.gradient_checkpointing)
+        sampler = SamplerSettings(sampling.kv_cache_tokens, sampling.max_rows, sampling.sampler)
+        found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+    if any(settings != found[0] for settings in found):
+        raise UserError(
+            "precision, token_budget, layout, fused_logprobs, gradient_checkpointing, kv_cache_tokens, max_rows and sampler "
+            "hold for the whole run: set them at the recipe's top level or on the line"
+        )
+    return found[0]
+
+
+def prepare(plan: StagePlan) -> Prepared:
+    """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is wrong."""
+    data = plan.settings.data
+    problems, test_problems = _problems(data, plan.settings.loop.eval_every > 0)
+    scorer = Scorer(data.reward, timeout=data.reward_timeout, workers=data.reward_workers)
+    return Prepared(plan, problems, test_problems, scorer)
+
+
+def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
+    columns: dict[str, Any] = {
+        "format": data.data_format,
+        "config": data.dataset_config,
+        "prompt_column": data.prompt_column,
+        "answer_column": data.answer_column,
+        "response_column": data.response_column,
+        "system_prompt": data.system_prompt,
+        "on_bad_row": data.on_bad_row,
+    }
+    train = load_problems(data.dataset, split="train", limit=data.train_limit, **columns)
+    if not held_out:
+        return train, None
+    if data.eval_dataset is None and Path(data.dataset).is_file():
+        return _held_out(train, data.eval_limit)
+    return train, load_problems(data.eval_dataset or data.dataset, split="test", limit=data.eval_limit, **columns)
+
+
+def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
+    """A single file has no test split: its last tenth (at most `limit` rows) is held out and never trained on."""
+    count = min(limit, len(problems) // 10)
+    if count == 0:
+        return problems, None
+    rows = list(problems)
+    return ProblemSet(rows[:-count], name=problems.name), ProblemSet(rows[-count:], name=f"{problems.name}, held out")
+
+
+def make_policy(
+    service: ServiceClient, model: ModelSettings, previous: str | None, resume_from: str | None, seed: int
+) -> TrainingClient:
+    """The learner of a stage: resumed, from the weights of the stage before, or from the base model."""
+    if resume_from is not None:
+        return service.create_training_client_from_state_with_optimizer(resume_from)
+    base = model.base_model
+    if previous is not None and base == ModelSettings().base_model:  # it names no model of its own
+        base = str(Path(previous) / "model")
+        if (Path(base) / "adapter_config.json").is_file():
+            return service.create_training_client_from_state(previous)  # an adapter: go on with it
+    weights_seed = derive_seed(seed, "weights") % 2**31
+    if model.lora_rank == 0:
+        return service.create_full_training_client(base, tokenizer=model.tokenizer, seed=weights_seed)
+    return service.create_lora_training_client(
+        base,
+        rank=model.lora_rank,
+        seed=derive_seed(seed, "adapter") % 2**31,
+        train_mlp=model.train_mlp,
+        train_attn=model.train_attn,
+        train_unembed=model.train_unembed,
+        alpha=model.lora_alpha,
+        tokenizer=model.tokenizer,
+        model_seed=weights_seed,
+    )
+
+
+def make_renderer(policy: TrainingClient, data: DataSettings) -> Renderer:
+    name = data.renderer or get_recommended_renderer_name(policy.info["base_model"])
+    return get_renderer(name, policy.get_tokenizer())
+
+
+def check_lengths(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
+    """Raises UserError if a prompt of the held-out set or of the first rows leaves no room for max_tokens in the context."""
+    limit, wanted = policy.info["max_context"], prepared.plan.settings.sampling.max_tokens
+    sets = [s for s in (prepared.test_problems, prepared.problems) if s is not None]
+    for problems in sets if limit is not None else ():
+        for problem in problems[: min(len(problems), 256)]:
+            length = renderer.build_generation_prompt(problem.messages).length
+            if length + wanted > limit:
+                raise UserError(
+                    f"the prompt of row {problem.index} of {problems.name} has {length} tokens; with max_tokens {wanted} that is more "
+                    f"than the model's context of {limit}: lower --max-tokens or shorten the prompt"
+                )

@@ -1,0 +1,55 @@
+"""What goes into the engine, what comes out, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rl.types import SampleResponse, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`num_samples` responses to one prompt.
+
+    The random stream of sample i is a function of (seed, problem, first_index + i): requests that should differ differ in one
+    of them. `params.seed` is not read here; the caller derives `seed` from it. `include_prompt_logprobs` gives the untempered
+    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position.
+    """
+
+    prompt: Sequence[int]
+    num_samples: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    problem: int = 0
+    first_index: int = 0
+    include_prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request of which every sample has ended."""
+
+    request_id: int
+    response: SampleResponse
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was done, in tokens and rows; no clock.
+
+    `prefill_tokens`: prompt tokens read. `decoded_rows`: rows of logits that were turned into a token. `fed_tokens`: rows
+    passed through the model to get such logits (a sample's first comes from the prompt's, so one less a sample).
+    `emitted_tokens`: tokens of finished samples. `peak_cache_tokens`: what the largest batch took of the budget.
+    """
+
+    prefill_tokens: int = 0
+    prefill_prompts: int = 0
+    fed_tokens: int = 0
+    decoded_rows: int = 0
+    emitted_tokens: int = 0
+    finished_samples: int = 0
+    steps: int = 0
+    peak_rows: int = 0
+    peak_cache_tokens: int = 0
