@@ -127,7 +127,7 @@ def target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> T
         position = int(outside.nonzero()[0, 0])
         raise ValueError(
             f"{name}: target[{position}] is {int(target_T[position])}, outside [0, {vocab}) and not "
-            f"ignore_index ({ignore_index}); do targets come from this model's tokenizer? Set positions to leave out to ignore_index"
+            f"ignore_index ({ignore_index}); do targets come from this model's tokenizer? Or set them to ignore_index"
         )
     return rows_of(used, count)
 

@@ -2,8 +2,8 @@
 
     scan  y_t = x_t + discount y_next
     gae   A_t = delta_t + gamma lam A_next,  delta_t = r_t + gamma V_next - V_t        arXiv 1506.02438, equation 16
-"next" is the next active token of the same sequence; tokens out of the mask (tool output, padding) are stepped over: they get 0,
-discount nothing, and what stands there, NaN included, changes nothing.
+"next" is the next active token of the same sequence; tokens out of the mask (tool output, padding) are stepped over: they
+get 0, discount nothing, and what stands there, NaN included, changes nothing.
 
 Both are one recurrence. Let u_t be what token t hands to the token before it: u_t = b_t + c_t u_{t+1}, with
     active      b = gamma V_t + gamma lam (r_t - V_t),  c = gamma lam      (scan: V = 0, gamma = discount, lam = 1)
@@ -34,7 +34,9 @@ def _affine_scan(b_T: Tensor, c_T: Tensor, longest: int) -> Tensor:
     return b_T
 
 
-def _torch_scan(x: Tensor, v: Tensor | None, cu: Tensor, mask: Tensor | None, after: Tensor | None, gamma: float, lam: float) -> Tensor:
+def _torch_scan(
+    x: Tensor, v: Tensor | None, cu: Tensor, mask: Tensor | None, after: Tensor | None, gamma: float, lam: float
+) -> Tensor:
     cu = cu.long()
     active = torch.ones_like(x, dtype=torch.bool) if mask is None else mask != 0
     x = x.float().where(active, 0.0)

@@ -5,7 +5,8 @@ Four plans, chosen from what needs a gradient and from the budget of bytes:
     saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all)
     expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
     recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
-The work is done by linear_logprob_triton.py on CUDA (launched by linear_logprob_launch.py) and by linear_logprob_torch.py elsewhere; both have the same functions.
+linear_logprob_launch.py (kernels in linear_logprob_triton.py) does the work on CUDA, linear_logprob_torch.py elsewhere; they
+have the same functions.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Every [N, V] quantity exists for one slab of columns at a time: the extra memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -28,6 +28,8 @@ from kernels.linear_logprob_triton import (
     _saved_dlogits_kernel,
     tiles_for,
 )
+
+Operand: TypeAlias = Tensor | TensorDescriptor
 
 
 def interpreting() -> bool:
@@ -51,11 +53,12 @@ def descriptors_fit(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] > 0 for t in tensors)
 
 
-def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, dict[str, Any]]:
+def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Operand, Operand, dict[str, Any]]:
     """x and w as the kernels take them, and the compile-time options of every kernel that multiplies."""
     fits = descriptors_fit(x, w)
     options = {
-        "D": x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESCRIPTORS": fits, "UPCAST": interpreting(),
+        "D": x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESCRIPTORS": fits,
+        "UPCAST": interpreting(),
         # Three tf32 products keep float32's accuracy at a third of tf32's speed; "ieee" would not use the tensor cores.
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
@@ -66,7 +69,7 @@ def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Tensor | TensorD
 
 
 def slabs(rows: int, V: int, tile: int) -> Iterator[tuple[int, int]]:
-    """(from, to) columns, a whole number of tiles each: at most an eighth of V, SLAB_COLUMNS, and SLAB_ELEMENTS for all rows."""
+    """(from, to) columns, a whole number of tiles: at most an eighth of V, SLAB_COLUMNS, and SLAB_ELEMENTS for all rows."""
     width = min(SLAB_COLUMNS, SLAB_ELEMENTS // max(rows, 1), V // 8) // tile * tile
     width = max(width, tile)
     return ((lo, min(lo + width, V)) for lo in range(0, V, width))
@@ -97,8 +100,8 @@ class Scores:
     ) -> None:  # fmt: skip
         keep = kept is not None and exponents is not None
         _forward_kernel[self.grid()](
-            self.x_arg, self.w_arg, self.bias_arg, self.y, part, self.at_target, kept if keep else part, exponents if keep else part,
-            ref if keep else part,
+            self.x_arg, self.w_arg, self.bias_arg, self.y, part, self.at_target, kept if keep else part,
+            exponents if keep else part, ref if keep else part,
             self.N, self.V, lo, triton.cdiv(hi - lo, self.tiles.columns), index * SPLITS, part.shape[1],
             self.x.stride(0), self.w.stride(0), kept.stride(0) if kept is not None else 0,
             exponents.stride(0) if exponents is not None else 0, self.head.in_scale, self.head.out_scale, headroom,
@@ -114,7 +117,8 @@ class Scores:
 
     def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:
         _dlogits_kernel[self.grid()](
-            self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, co.b if co.c is None else co.c, out, self.N, self.V,
+            self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, co.b if co.c is None else co.c, out, self.N,
+            self.V,
             lo, triton.cdiv(hi - lo, self.tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
             self.head.out_scale, HAS_C=co.c is not None, **self.options,
         )  # fmt: skip
@@ -225,7 +229,8 @@ def backward(
 
 
 def saved_backward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, kept_TV: Tensor,
+    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
+    kept_TV: Tensor,
     exponents: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
     """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i)."""

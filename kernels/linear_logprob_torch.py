@@ -210,7 +210,7 @@ def saved_backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
     kept_TV: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
 ) -> Gradients:  # fmt: skip
-    """`backward` from the kept log p; row i of x was row at_N[i] there (None: i). Kept values stay: there may be a second call."""
+    """`backward` from the kept log p; row i of x was row at_N[i] there (None: i)."""
     logp_NV = kept_TV[: len(x_ND)] if at_N is None else kept_TV[at_N]
     p = torch.exp2(logp_NV * LOG2E)
     slope = None

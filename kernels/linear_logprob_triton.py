@@ -149,6 +149,9 @@ def _forward_kernel(
         z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
         # Columns past V exist only in the tile: below every real logit before the maximum, and then exactly 0.
         z = tl.where((cols < V)[None, :], z, FLOOR)
+        hit = (y >= col0) & (y < col0 + BN)
+        if tl.max(hit.to(tl.int32), 0) > 0:  # one tile in V / BN holds a row's target; the others skip the search
+            tl.store(target_ptr + rows, tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1), mask=hit)
         tile_max = tl.max(z, 1)
         new_m = tl.maximum(m, tile_max)
         decay = tl.exp2(m - new_m)
@@ -158,13 +161,9 @@ def _forward_kernel(
             spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
         total = decay * total + tl.sum(e, 1)
         m = new_m
-        hit = (y >= col0) & (y < col0 + BN)
-        if tl.max(hit.to(tl.int32), 0) > 0:  # one tile in V / BN holds a row's target; the others skip the search
-            tl.store(target_ptr + rows, tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1), mask=hit)
-        if KEEP:
+        if KEEP:  # after the sums and from z again: a second exp2, but z and e both alive would spill registers
             k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
-            # 2^(z-k) from e without a second exp2; a tile more than 2^126 below the maximum comes out too small, and counts 0.
-            kept = e * tl.exp2(tl.minimum(m - k, 126.0))[:, None]
+            kept = tl.exp2(z - k[:, None])
             if KEEP_SLOPE:
                 kept *= slope
             where = kept_ptr + rows.to(tl.int64)[:, None] * stride_kept + (tile * BN + tl.arange(0, BN))[None, :]

@@ -47,7 +47,7 @@ def _torch_pass(
     lp, advantage = lp.where(active, 0.0), advantage.where(active, 0.0)
     d = lp - old.where(active, 0.0)
     r = torch.exp(sequence_means(d, active, cu_seqlens) if kind == "gspo" and cu_seqlens is not None else d)
-    clipped = torch.clamp(r, low, high)  # type: ignore[call-overload]
+    clipped = torch.clamp(r, low, high)  # type: ignore[arg-type]
     if kind == "dro":
         loss, grad = 0.5 * beta * d * d - lp * advantage, beta * d - advantage
     elif kind == "cispo":
@@ -78,7 +78,8 @@ def _torch_pass(
 @torch.library.custom_op("whetstone::policy_loss", mutates_args=())
 def forward_op(
     logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None, ref: Tensor | None, low_T: Tensor | None,
-    high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float, kl_kind: str,
+    high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float,
+    kl_kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss (float32 scalar), the sums of METRICS and d loss / d logp [T]."""
     if triton_works(logp):
@@ -91,7 +92,7 @@ def forward_op(
         flat = [t if t is None else t.float() for t in (logp, old, advantage, ref, low_T, high_T)]
         lower, upper = (low if flat[4] is None else flat[4]), (high if flat[5] is None else flat[5])
         if isinstance(lower, Tensor) != isinstance(upper, Tensor):  # torch.clamp wants two of a kind
-            lower, upper = (b if isinstance(b, Tensor) else torch.full_like(logp, b, dtype=torch.float32) for b in (lower, upper))
+            lower, upper = (torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper))
         sums, grad = _torch_pass(
             flat[0], flat[1], flat[2], mask, flat[3], lower, upper, cu_seqlens, kind, beta, kl_coef, kl_kind  # type: ignore[arg-type]
         )  # fmt: skip
@@ -146,11 +147,12 @@ def policy_loss(
         raise ValueError(f"{NAME}: kl_coef is {kl_coef} without ref_T; pass the reference's logprobs, or kl_coef=0.0")
     if mask_T is None and (kind in ("dro", "gspo") or kl_coef != 0.0):
         what = kind if kind in ("dro", "gspo") else "a KL term"
-        raise ValueError(f"{NAME}: {what} needs to know which tokens are actions; pass mask_T, ones for all: torch.ones_like(logp_T)")
+        raise ValueError(f"{NAME}: {what} needs mask_T, which tokens are actions; for all of them torch.ones_like(logp_T)")
     if kind == "gspo" and cu_seqlens is None:
         raise ValueError(f"{NAME}: gspo needs cu_seqlens; for sequences of 3 and 2 tokens torch.tensor([0, 3, 5])")
     low_T, high_T = (b if isinstance(b, Tensor) else None for b in (clip_low, clip_high))
-    tokens = {"old_T": old_T, "advantage_T": advantage_T, "mask_T": mask_T, "ref_T": ref_T, "clip_low": low_T, "clip_high": high_T}
+    tokens: dict[str, Tensor | None] = {"old_T": old_T, "advantage_T": advantage_T, "mask_T": mask_T, "ref_T": ref_T}
+    tokens |= {"clip_low": low_T, "clip_high": high_T}
     check_tokens(NAME, logp_T.numel(), logp_T=logp_T, **tokens)
     check_same_device(NAME, logp_T=logp_T, **tokens, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None:

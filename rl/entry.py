@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Callable
 
 from rl.cli import Run
 
@@ -13,14 +15,24 @@ TRACEBACK = "WHETSTONE_TRACEBACK"
 
 def main(run: Run) -> int:
     """0: done. 2: something to set right. 75: stopped and saved, run again with --resume. 130: stopped by Ctrl-C."""
+
+    def work() -> None:
+        from rl.run import execute
+
+        execute(run)
+
+    return guarded(work, see="python train.py --help", outcome="the run stopped")
+
+
+def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
+    """Does `work` and turns how it ended into an exit code, as in `main`. `see`, `outcome`: for the box of an error."""
     _quieten()
     from rl import help_pages
     from rl.errors import UserError
     from rl.interrupts import INTERRUPTED, Stopped
-    from rl.run import execute
 
     try:
-        execute(run)
+        work()
     except Stopped as stopped:
         return stopped.exit_code
     except KeyboardInterrupt:
@@ -29,14 +41,16 @@ def main(run: Run) -> int:
         # Every ValueError of ours says what is wrong with which input; a library's may not, hence the way to its traceback.
         if os.environ.get(TRACEBACK):
             raise
-        see = "python train.py --help" if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
-        help_pages.fail([str(error)], see=see, outcome="the run stopped")
+        more = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
+        help_pages.fail([str(error)], see=more, outcome=outcome)
     return 0
 
 
 def _quieten() -> None:
     """Libraries' chatter about themselves, which tells the user nothing to act on."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -20,7 +20,7 @@ from rl import distributed
 from rl.logprobs import HeadRequest, LogprobHead
 from rl.losses import LossSpec
 from rl.models import LoadedModel, is_lora
-from rl.packing import PackedBatch, collate, plan
+from rl.packing import PackedBatch, choose_layout, collate, plan, unit_cost, units
 from rl.types import AdamParams, Datum
 
 
@@ -29,7 +29,7 @@ class LearnerSettings:
     """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs."""
 
     token_budget: int = 16384
-    layout: str = "padded"
+    layout: str = "auto"
     fused: bool = True
     gradient_checkpointing: bool = False
 
@@ -102,6 +102,8 @@ class Learner:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = batch.attention_mask
         with self.accelerator.autocast():
             logp, entropy_T = self.head(self.wrapped, request, **inputs)
         value, metrics = loss.fn(logp, entropy_T, batch.inputs, batch.cu_seqlens, config)
@@ -109,25 +111,36 @@ class Learner:
 
     def _my_batches(self, datums: Sequence[Datum]) -> list[PackedBatch]:
         """This rank's micro-batches: dealt out longest first, as many on every rank, padded with weightless ones."""
-        lengths = [datum.model_input.length for datum in datums]
         world, rank = distributed.world(), distributed.rank()
-        budget, layout = self.settings.token_budget, self.settings.layout
-        chunks: list[list[int]] = []
+        budget = self.settings.token_budget
+        chunks: list[tuple[str, list[list[int]]]] = []
         # Datums with and without a field (soft targets, say) cannot share a micro-batch.
         kinds: dict[tuple, list[int]] = {}
         for i, datum in enumerate(datums):
             kinds.setdefault(tuple((n, d.array.shape[1:]) for n, d in datum.loss_fn_inputs.items()), []).append(i)
         for members in kinds.values():
+            same = [datums[i] for i in members]
+            layout = self._layout(same)
+            together = units(same, layout, budget)
+            costs = [unit_cost(same, unit) for unit in together]
             if world > 1:  # enough micro-batches to go round
-                total = sum(lengths[i] for i in members)
-                budget = max(1, min(budget, -(-total // world)))
-            chunks += [[members[j] for j in chunk] for chunk in plan([lengths[i] for i in members], budget, layout)]
+                budget = max(1, min(budget, -(-sum(costs) // world)))
+            for chunk in plan(costs, budget, layout):
+                chunks.append((layout, [[members[i] for i in together[j]] for j in chunk]))
         mine = chunks[rank::world]
-        batches = [collate(datums, chunk, layout, self.accelerator.device) for chunk in mine]
+        batches = [collate(datums, chunk, layout, self.accelerator.device) for layout, chunk in mine]
         for _ in range(-(-len(chunks) // world) - len(mine)):
-            batches.append(collate(datums, chunks[0][:1], layout, self.accelerator.device))
+            batches.append(collate(datums, [[0]], "padded", self.accelerator.device))
             batches[-1].scale = 0.0
         return batches
+
+    def _layout(self, datums: Sequence[Datum]) -> str:
+        if self.settings.layout != "auto":
+            return self.settings.layout
+        config = self.model.config.get_text_config().to_dict()
+        if "sliding_attention" in (config.get("layer_types") or ()):
+            return "padded"  # a mask of our own would let such layers see too far
+        return choose_layout(datums, self.settings.token_budget, config.get("hidden_size") or config["n_embd"])
 
     def _collect(self, outputs: dict, batch: PackedBatch, logp: Tensor, entropy_T: Tensor | None) -> None:
         bounds = batch.cu_seqlens.tolist()

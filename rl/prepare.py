@@ -12,9 +12,9 @@ from rl.data import load_problems
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
 from rl.learner import LearnerSettings
-from rl.model_info import get_recommended_renderer_name
 from rl.renderers import Renderer, get_renderer
 from rl.rewards import Scorer
+from rl.sampling_client import SamplingClient
 from rl.seeds import derive_seed
 from rl.service import ServiceClient
 from rl.settings import DataSettings, ModelSettings
@@ -56,8 +56,8 @@ def prepare(plan: StagePlan) -> Prepared:
     return Prepared(plan, problems, test_problems, scorer)
 
 
-def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
-    columns: dict[str, Any] = {
+def _columns(data: DataSettings) -> dict[str, Any]:
+    return {
         "format": data.data_format,
         "config": data.dataset_config,
         "prompt_column": data.prompt_column,
@@ -66,12 +66,22 @@ def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSe
         "system_prompt": data.system_prompt,
         "on_bad_row": data.on_bad_row,
     }
-    train = load_problems(data.dataset, split="train", limit=data.train_limit, **columns)
+
+
+def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
+    train = load_problems(data.dataset, split="train", limit=data.train_limit, **_columns(data))
     if not held_out:
         return train, None
     if data.eval_dataset is None and Path(data.dataset).is_file():
         return _held_out(train, data.eval_limit)
-    return train, load_problems(data.eval_dataset or data.dataset, split="test", limit=data.eval_limit, **columns)
+    return train, held_out_problems(data)
+
+
+def held_out_problems(data: DataSettings) -> ProblemSet | None:
+    """The problems that evaluation asks; None for a file too short to hold any out."""
+    if data.eval_dataset is None and Path(data.dataset).is_file():
+        return _problems(data, True)[1]
+    return load_problems(data.eval_dataset or data.dataset, split="test", limit=data.eval_limit, **_columns(data))
 
 
 def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
@@ -83,14 +93,25 @@ def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet 
     return ProblemSet(rows[:-count], name=problems.name), ProblemSet(rows[-count:], name=f"{problems.name}, held out")
 
 
+def names_its_model(stages: Sequence[StagePlan], index: int) -> bool:
+    """Whether a stage begins from a base model of its own: the first, and one that names another than those before it.
+
+    A model named for all stages (at a recipe's top level, on the line) is the one that the first begins from.
+    """
+    default = ModelSettings().base_model
+    *before, asked = [stage.settings.model.base_model for stage in stages[: index + 1]]
+    named = [base for base in before if base != default]
+    return not before or asked not in (default, *named[-1:])
+
+
 def make_policy(
     service: ServiceClient, model: ModelSettings, previous: str | None, resume_from: str | None, seed: int
 ) -> TrainingClient:
-    """The learner of a stage: resumed, from the weights of the stage before, or from the base model."""
+    """The learner of a stage: resumed, from `previous` (the final checkpoint of the stage before), or from its base model."""
     if resume_from is not None:
         return service.create_training_client_from_state_with_optimizer(resume_from)
     base = model.base_model
-    if previous is not None and base == ModelSettings().base_model:  # it names no model of its own
+    if previous is not None:
         base = str(Path(previous) / "model")
         if (Path(base) / "adapter_config.json").is_file():
             return service.create_training_client_from_state(previous)  # an adapter: go on with it
@@ -110,9 +131,12 @@ def make_policy(
     )
 
 
-def make_renderer(policy: TrainingClient, data: DataSettings) -> Renderer:
-    name = data.renderer or get_recommended_renderer_name(policy.info["base_model"])
-    return get_renderer(name, policy.get_tokenizer())
+def make_renderer(client: TrainingClient | SamplingClient, asked: str | None) -> Renderer:
+    """The renderer asked for by name; else the model's own chat template, or plain text where its tokenizer has none."""
+    tokenizer = client.get_tokenizer()
+    if tokenizer is None:
+        raise UserError(f"{client.info['base_model']} has no tokenizer: name one with --tokenizer, or put it into the folder")
+    return get_renderer(asked or ("chat_template" if tokenizer.chat_template else "plain"), tokenizer)
 
 
 def check_lengths(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:

@@ -21,7 +21,7 @@ from rl.methods import METHODS
 from rl.methods.base import Models
 from rl.offline import train_offline
 from rl.online import train_online
-from rl.prepare import Prepared, check_lengths, make_policy, make_renderer, prepare, worker_settings
+from rl.prepare import Prepared, check_lengths, make_policy, make_renderer, names_its_model, prepare, worker_settings
 from rl.service import ServiceClient
 from rl.stage import Stage
 from rl.training_client import TrainingClient
@@ -133,10 +133,10 @@ class _Whereabouts:
         """The learner of this stage, checked against its data."""
         index = min(self.index, len(self.stages) - 1)
         prepared = self.stages[index]
-        previous = self.final_path(index - 1) if index > 0 else None
+        previous = None if names_its_model(self.run.stages, index) else self.final_path(index - 1)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         policy = make_policy(service, prepared.plan.settings.model, previous, resume_from, self.run.options.seed)
-        check_lengths(prepared, policy, make_renderer(policy, prepared.plan.settings.data))
+        check_lengths(prepared, policy, make_renderer(policy, prepared.plan.settings.data.renderer))
         return policy
 
     def stage(
@@ -153,7 +153,7 @@ class _Whereabouts:
             models=Models(policy),
             problems=prepared.problems,
             test_problems=prepared.test_problems,
-            renderer=make_renderer(policy, plan.settings.data),
+            renderer=make_renderer(policy, plan.settings.data.renderer),
             scorer=prepared.scorer,
             seed=self.run.options.seed,
             first_step=self.first_step,

@@ -156,8 +156,8 @@ class OptimSettings:
     """Optimizer steps a batch is split into."""
     token_budget: int = 16_384
     """Positions in one micro-batch: the knob of activation memory. The gradient does not depend on it."""
-    layout: Literal["padded", "packed"] = "padded"
-    """Micro-batches as rows of like length, or end to end in one row. The gradient does not depend on it."""
+    layout: Literal["auto", "padded", "packed", "shared"] = "auto"
+    """Micro-batches as rows of like length, end to end in one row, or with a group's prompt computed once; auto: padded or shared, whichever is less work. The gradient does not depend on it."""
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None and not self.learning_rate > 0:

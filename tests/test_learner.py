@@ -7,7 +7,7 @@ from helpers import ADAM, gradient, make_worker, random_datums, relative_differe
 
 from rl.losses import get_loss
 from rl.models import load_model
-from rl.packing import collate, plan
+from rl.packing import choose_layout, collate, plan, unit_cost, units
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
@@ -31,11 +31,24 @@ def run(worker, datums, loss, calls=None, divisor=7.0):
     return gradient(worker), np.concatenate([o["logprobs"] for o in outputs])
 
 
+def grouped(datums: list[Datum]) -> list[Datum]:
+    """The same datums with, for some neighbours, a prompt in common: three groups, of 4, 3 and 1, and four alone."""
+    rng, result = np.random.default_rng(7), list(datums)
+    for members, prompt in (([0, 1, 2, 3], 5), ([5, 6, 7], 2), ([9], 4)):
+        tokens = rng.integers(0, 14, prompt).tolist()
+        for i in members:
+            fields = {n: np.concatenate([np.zeros(prompt - 1), v.array]) for n, v in datums[i].loss_fn_inputs.items()}
+            fields["mask"][prompt - 1] = 1.0
+            fields["target_tokens"] = np.concatenate([tokens[1:], datums[i].loss_fn_inputs["target_tokens"].array]).astype(int)
+            result[i] = Datum(ModelInput.from_ints(tokens + datums[i].model_input.to_ints()[1:]), fields)
+    return result
+
+
 @pytest.fixture(scope="module")
 def reference():
     """One sequence at a time, no padding, no packing, plain autograd on the model's own logits, in float64."""
     worker = make_worker(token_budget=4096)
-    datums = random_datums(12)
+    datums = grouped(random_datums(12))
 
     def compute(loss: str):
         model = worker.learners[0].model
@@ -68,6 +81,8 @@ def reference():
         ({"token_budget": 4096}, [1] * 12),
         ({"token_budget": 4096, "layout": "packed"}, None),
         ({"token_budget": 20, "layout": "packed"}, [5, 7]),
+        ({"token_budget": 4096, "layout": "shared"}, None),
+        ({"token_budget": 20, "layout": "shared"}, [5, 7]),
         ({"token_budget": 4096, "fused": False}, None),
         ({"token_budget": 20, "gradient_checkpointing": True}, None),
     ],
@@ -85,7 +100,7 @@ def test_a_wrong_divisor_would_be_seen(reference):
     assert relative_difference(grad, truth["ppo"][0]) > 0.4
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_lora_gradient_is_the_same_however_cut_and_fused(layout):
     lora, datums = LoraConfig(rank=3, seed=5), random_datums(9)
     plain, _ = run(make_worker(lora=lora, fused=False), datums, "ppo")
@@ -140,16 +155,70 @@ def test_property_a_plan_holds_every_datum_once_within_its_budget(layout, seed):
 
 def test_collate_by_hand():
     datums = [Datum(ModelInput.from_ints(t), {"target_tokens": t, "weights": [1.0] * len(t)}) for t in ([5, 6, 7], [8, 9])]
-    padded, packed = collate(datums, [0, 1], "padded"), collate(datums, [0, 1], "packed")
+    padded, packed = collate(datums, [[0], [1]], "padded"), collate(datums, [[0], [1]], "packed")
     assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]] and padded.token_index.tolist() == [0, 1, 2, 3, 4]
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
     for batch in (padded, packed):
         assert batch.cu_seqlens.tolist() == [0, 3, 5] and batch.inputs["target_tokens"].tolist() == [5, 6, 7, 8, 9]
 
 
+def test_shared_prompts_by_hand():
+    answers = ([5, 6, 7], [5, 6, 8, 9], [4])
+    masks = ([0.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [1.0])
+    datums = [Datum(ModelInput.from_ints(t), {"target_tokens": t, "mask": m}) for t, m in zip(answers, masks, strict=True)]
+    together = units(datums, "shared", 100)
+    assert together == [[0, 1], [2]] and [unit_cost(datums, unit) for unit in together] == [2 + 1 + 2, 1]
+    batch = collate(datums, together, "shared")
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [4, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 0, 0, 0]]
+    assert batch.token_index.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
+    assert batch.attention_mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],  # the second answer sees the prompt, not the first answer
+        [1, 1, 0, 1, 1],
+    ]
+
+
+def test_a_unit_does_not_outgrow_the_budget():
+    datums = [Datum(ModelInput.from_ints([5, 6, 7, 8]), {"target_tokens": [1] * 4, "mask": [0.0, 1.0, 1.0, 1.0]}) for _ in range(4)]
+    assert units(datums, "shared", 6) == [[0, 1], [2, 3]] and units(datums, "shared", 3) == [[0], [1], [2], [3]]
+
+
+def test_the_layout_is_chosen_by_the_work_it_makes():
+    def group(prompt, answer, size=8):
+        tokens, mask = [1] * (prompt + answer), [0.0] * (prompt - 1) + [1.0] * (answer + 1)
+        return [Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask}) for _ in range(size)]
+
+    assert choose_layout(group(6, 3), 10**6, 128) == "shared"
+    assert choose_layout(group(6, 3, 1), 10**6, 128) == "padded"  # nobody to share with
+    assert choose_layout(group(500, 100), 10**6, 1024) == "shared"
+    assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"  # long answers see each other's masked scores
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_shared_prompts_on_other_architectures(name):
+    from sampler_models import tiny_model
+
+    model = tiny_model(name)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 8, 6).tolist()
+    datums = []
+    for n in (3, 1, 5):
+        tokens = prompt + rng.integers(0, 8, n).tolist()
+        mask = np.concatenate([np.zeros(5), np.ones(n + 1)])
+        datums.append(Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask}))
+    batch = collate(datums, units(datums, "shared", 100), "shared")
+    out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask, use_cache=False)
+    got = out.logits.flatten(0, 1)[batch.token_index]
+    expected = torch.cat([model(input_ids=torch.tensor([d.model_input.to_ints()])).logits[0] for d in datums])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_what_stands_in_the_padding_is_not_read():
     worker, datums = make_worker(), random_datums(6)
-    batch = collate(datums, list(range(6)), "padded")
+    batch = collate(datums, [[i] for i in range(6)], "padded")
     learner, loss = worker.learners[0], get_loss("ppo")
     clean = learner._forward(batch, loss, {}, 1.0, False)[1]
     flat = batch.input_ids.view(-1)

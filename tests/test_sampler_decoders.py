@@ -7,7 +7,7 @@ import pytest
 import torch
 from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
-from rl.sampler import make_decoder, score
+from rl.sampler import attention, cache_fast, make_decoder, score
 from rl.sampler.cache import compaction
 from rl.sampler.decoder import Decoder, prompt_batches
 from rl.sampler.decoder_fast import FastDecoder
@@ -106,6 +106,41 @@ def test_one_sample_each_reads_prompt_and_response_in_one_go():
         responses = [[random_prompts([n], seed=n)[0]] for n in (9, 2, 5)]
         for got, prompt, group in zip(teacher_forced(make_decoder(model), prompts, responses), prompts, responses, strict=True):
             assert (got - plain_logits(model, prompt, group[0])).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("slack", [0, 40])
+def test_prompts_cut_into_bands_equal_the_model(monkeypatch, slack):
+    """Very different lengths and group sizes: without slack the prompts fall into several bands."""
+    monkeypatch.setattr(attention, "_SLACK", slack)
+    made = []
+    monkeypatch.setattr(cache_fast, "make_bands", lambda *args: made.append(attention.make_bands(*args)) or made[-1])
+    model = tiny_model("qwen3")
+    check_against_model(make_decoder(model), model)
+    prompts, groups = random_prompts([3, 60, 4, 5, 50]), [1, 9, 1, 2, 1]
+    responses = [[random_prompts([1 + (i + j) % 6], seed=i)[0] for j in range(n)] for i, n in enumerate(groups)]
+    got = iter(teacher_forced(make_decoder(model), prompts, responses))
+    for prompt, group in zip(prompts, responses, strict=True):
+        for response in group:
+            assert (next(got) - plain_logits(model, prompt, response)).abs().max() < 2e-5
+    assert max(map(len, made)) >= 3
+
+
+def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
+    generator = np.random.default_rng(1)
+    for _ in range(30):
+        prompts = int(generator.integers(1, 40))
+        lengths = np.sort(generator.integers(1, 3000, prompts))
+        owner = np.repeat(np.arange(prompts), generator.choice([0, 1, 2, 8, 200], prompts))
+        owner = generator.permutation(np.append(owner, 0))
+        bands = attention.make_bands(owner, lengths, torch.device("cpu"))
+        rows = [band.rows_n.tolist() if band.rows_n is not None else list(range(len(owner))) for band in bands]
+        assert sorted(sum(rows, [])) == list(range(len(owner)))
+        assert len(bands) <= attention._MOST_BANDS
+        cells = sum(band.prompts * band.width * band.length for band in bands)
+        one_grid = prompts * np.bincount(owner).max() * lengths.max()
+        assert cells <= one_grid
+        if len(bands) < attention._MOST_BANDS // 2:  # the slack was not raised
+            assert cells <= 2 * lengths[owner].sum() + attention._SLACK * len(bands)
 
 
 @pytest.mark.parametrize(

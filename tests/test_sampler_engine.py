@@ -267,6 +267,35 @@ def test_max_tokens_none_goes_up_to_the_context():
         assert 11 + len(tokens) - 1 == limit  # the last token is never fed
 
 
+@pytest.mark.parametrize("vocab", [VOCAB, 1500])
+def test_logits_that_are_not_numbers_are_an_error(vocab):
+    decoder = make_decoder(tiny_model("qwen3", vocab_size=vocab))
+    decoder.load_([("model.norm.weight", torch.full((32,), torch.nan))])
+    with pytest.raises(FloatingPointError, match="diverged"):
+        sample(decoder, random_prompts([4]))
+
+
+# ------------------------------------------------------------------------------------------------------------ a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_the_same_distribution_is_sampled(dtype):
+    """CPU twin: `test_every_logprob_equals_a_plain_forward`. In bf16 the mean difference to float32 is bounded, not each."""
+    model = tiny_model("qwen3")
+    decoder = make_decoder(model, device="cuda", dtype=dtype)
+    prompts = random_prompts([5, 17, 2, 30, 9])
+    for samples in (1, 3):  # one row a prompt, and shared prompts
+        differences = []
+        groups = sample(decoder, prompts, samples, params=SamplingParams(max_tokens=20), eos=range(3, 11), max_rows=5)
+        for prompt, group in zip(prompts, groups, strict=True):
+            for sequence in group:
+                exact = reference_logprobs(model, prompt, sequence.tokens)
+                differences.append((torch.tensor(sequence.logprobs) - exact).abs())
+        joined = torch.cat(differences)
+        assert joined.max() < 1e-3 if dtype == torch.float32 else joined.mean() < 0.05
+
+
 # -------------------------------------------------------------------------------------------------- prompt logprobs
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.attention import Grid, attention, shared_attention
+from rl.sampler.attention import Band, attention, make_bands, shared_attention
 from rl.sampler.cache import DecodeState, LogitsReader
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class FastState(DecodeState):
         self.prompt_kv = [empty for _ in decoder.layers]
         self.row_kv = [empty for _ in decoder.layers]
         self.joint: list[Tensor] = []
-        self._grid: Grid | None = None
-        self._prompt_hidden_PL: Tensor | None = None
+        self._bands: list[Band] | None = None  # made anew after rows entered or left
 
     def _zeros(self, slots: int, positions: int) -> Tensor:
         """Zeros, because what is masked must be finite."""
@@ -127,7 +126,7 @@ class FastState(DecodeState):
             else:
                 block[0, slot_N, :, written_N] = k
                 block[1, slot_N, :, written_N] = v
-            return read(layer, (q * a.head_width**-0.5).unflatten(1, (a.key_heads, -1))).flatten(1)
+            return read(layer, q.unflatten(1, (a.key_heads, -1))).flatten(1)
 
         positions = self.prompt_lengths[self.prompt_of_row] + written
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
@@ -136,45 +135,37 @@ class FastState(DecodeState):
         return decoder.head(hidden)
 
     def _reading(self, written_N: Tensor, longest: int, even: bool) -> Read:
-        """How this step's attention reads the cache: (layer, scaled queries [N, K, r, D]) to outputs of that shape."""
-        rows, prompts = len(written_N), len(self.prompt_lengths)
-        grid, prompt_hidden_PL = self._current_grid()
+        """How this step's attention reads the cache: (layer, queries [N, K, r, D]) to outputs of that shape."""
+        rows = len(written_N)
+        if self._bands is None:
+            self._bands = make_bands(self.prompt_of_row, self.prompt_lengths, self.decoder.device)
+        bands = self._bands
         columns = torch.arange(longest + 1, device=written_N.device)
         row_hidden_NL = None if even else columns > written_N[:, None]
-        prompt_positions = int(self.prompt_lengths.max())
-        if self.joint and grid.one_to_one:
-            # Positions between a prompt's end and the responses' start are hidden, so no copy is needed.
-            start = self.capacity.prompt_positions
-            hidden_NL = None
-            if not even or prompt_hidden_PL is not None or prompt_positions < start:
-                hidden_NL = torch.zeros(rows, start + longest + 1, dtype=torch.bool, device=written_N.device)
-                hidden_NL[:, prompt_positions:start] = True
-                if prompt_hidden_PL is not None:
-                    hidden_NL[:, :prompt_positions] = prompt_hidden_PL
-                if row_hidden_NL is not None:
-                    hidden_NL[:, start:] = row_hidden_NL
-            return lambda layer, q: attention(q, self.joint[layer][:, :rows, :, : start + longest + 1], hidden_NL)
+        one_to_one = np.array_equal(self.prompt_of_row, np.arange(len(self.prompt_lengths)))
+        if self.joint and one_to_one and len(bands) == 1:
+            hidden_NL = self._joint_hidden(bands[0], row_hidden_NL, rows, longest)
+            end = self.capacity.prompt_positions + longest + 1
+            return lambda layer, q: attention(q, self.joint[layer][:, :rows, :, :end], hidden_NL)
         return lambda layer, q: shared_attention(
-            q,
-            self.prompt_kv[layer][:, :prompts, :, :prompt_positions],
-            self.row_kv[layer][:, :rows, :, : longest + 1],
-            grid,
-            prompt_hidden_PL,
-            row_hidden_NL,
+            q, self.prompt_kv[layer], self.row_kv[layer][:, :rows, :, : longest + 1], bands, row_hidden_NL
         )
 
-    def _current_grid(self) -> tuple[Grid, Tensor | None]:
-        """The grid and the prompts' mask [P, L], made anew after rows entered or left."""
-        if self._grid is None:
-            device = self.decoder.device
-            self._grid = Grid.of(self.prompt_of_row, len(self.prompt_lengths), device)
-            longest = int(self.prompt_lengths.max())
-            hidden_PL = np.arange(longest) >= self.prompt_lengths[:, None]
-            self._prompt_hidden_PL = torch.from_numpy(hidden_PL).to(device) if hidden_PL.any() else None
-        return self._grid, self._prompt_hidden_PL
+    def _joint_hidden(self, band: Band, row_hidden_NL: Tensor | None, rows: int, longest: int) -> Tensor | None:
+        """Mask over a joint block: prompts end before the responses start, and what lies between is hidden."""
+        start = self.capacity.prompt_positions
+        if row_hidden_NL is None and band.hidden_PL is None and band.length == start:
+            return None
+        hidden_NL = torch.zeros(rows, start + longest + 1, dtype=torch.bool, device=self.decoder.device)
+        hidden_NL[:, band.length : start] = True
+        if band.hidden_PL is not None:
+            hidden_NL[:, : band.length] = band.hidden_PL
+        if row_hidden_NL is not None:
+            hidden_NL[:, start:] = row_hidden_NL
+        return hidden_NL
 
     def _rows_changed(self) -> None:
-        self._grid = None
+        self._bands = None
 
     def _move_rows(self, source: np.ndarray) -> None:
         self._move(self.row_kv, source, int(self.response_lengths.max(initial=0)))

@@ -134,9 +134,9 @@ class FastDecoder(Decoder):
             if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
                 qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
-            x = x + layer.out(attend(i, q, k, v))
+            x = layer.out(attend(i, q, k, v)).add_(x)
             gate, up = layer.gate_up(self.rms(x, layer.norm_mlp)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = layer.down(F.silu(gate).mul_(up)).add_(x)
         return self.rms(x, self.norm_E)
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:

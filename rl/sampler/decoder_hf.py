@@ -147,9 +147,10 @@ class HFState(DecodeState):
                 merged = like.new_zeros(len(self.prompt_of_row), heads, longest, width)
                 if before:
                     merged[:before, :, longest - old[layer][which].shape[2] :] = old[layer][which]
-                for row, prompt in enumerate(prompt_of_row, start=before):
+                for prompt in np.unique(prompt_of_row):
                     source = self.prompts[prompt][layer][which]
-                    merged[row, :, longest - source.shape[1] :] = source
+                    rows = torch.from_numpy(before + np.flatnonzero(prompt_of_row == prompt)).to(like.device)
+                    merged[rows, :, longest - source.shape[1] :] = source
                 pair.append(merged)
             self.rows.append((pair[0], pair[1]))
 

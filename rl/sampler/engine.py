@@ -167,8 +167,8 @@ class Engine:
         if not self._waiting or len(self._rows) >= self.max_rows:
             return []
         slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
-        new_keys: list[_Job] = []
-        entering: list[tuple[_Job, int, int]] = []  # job, prompt slot, samples
+        readings: list[_Job] = []
+        entering: list[tuple[_Job, int]] = []  # job, samples
         rows = len(self._rows)
         longest_prompt = int(self._state.prompt_lengths.max(initial=0))
         longest_response = int(self._rows["max_tokens"].max(initial=1)) - 1
@@ -181,20 +181,24 @@ class Engine:
                 break
             if fresh:
                 slots[job.key] = len(slots)
-                new_keys.append(job)
+                readings.append(job)
             longest_prompt, longest_response = shape
             rows += count
-            entering.append((job, slots[job.key], count))
+            entering.append((job, count))
             if job.entered + count < job.request.num_samples:
                 break
             self._waiting.popleft()
         if not entering:
             return []
+        # Prompts of similar length side by side (see `make_bands`); it changes no sample.
+        readings.sort(key=lambda job: len(job.key[0]))
+        slots.update({job.key: len(self._prompts) + i for i, job in enumerate(readings)})
+        entering.sort(key=lambda pair: slots[pair[0].key])
         needed = (len(slots), longest_prompt, rows, longest_response)
         self._state.reserve(*needed)
         self.counters.peak_cache_tokens = max(self.counters.peak_cache_tokens, self._state.cost(*needed))
-        self._prefill(new_keys)
-        return [self._enter(entering)]
+        self._prefill(readings)
+        return [self._enter([(job, slots[job.key], count) for job, count in entering])]
 
     def _how_many(self, job: _Job, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
         """How many of the job's waiting samples fit now."""
@@ -255,6 +259,12 @@ class Engine:
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
         tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
         both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # float64 holds every token id exactly
+        if np.isnan(both[1]).any():
+            requests = sorted(set(self._rows["job"][np.isnan(both[1])].tolist()))
+            raise FloatingPointError(
+                f"the logits are NaN or infinite for {len(requests)} requests (the first is number {requests[0]}): the weights have "
+                "diverged or overflow in this dtype; lower the learning rate, or sample in float32"
+            )
         return both[0].astype(np.int64), both[1]
 
     def _ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

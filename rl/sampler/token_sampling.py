@@ -103,14 +103,17 @@ def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     rows_N = torch.arange(len(block_N), device=block_N.device)
     before_N = torch.where(block_N > 0, cumulative_NB[rows_N, (block_N - 1).clamp_min(0)], 0.0)
     inside_Nb = weight_NBb[rows_N, block_N].cumsum(-1, dtype=torch.float64)
-    return block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N), cumulative_NB[:, -1]
+    token_N = block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N)
+    return token_N.clamp_max(vocab - 1), cumulative_NB[:, -1]
 
 
 def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
     """First index whose cumulative sum is above the target: the sum rises there, so its own weight is not zero.
 
-    Rounding may bring a target up to the total, above which nothing is; it is kept one unit below.
+    Rounding may bring a target up to the total, above which nothing is; it is kept one unit below. Sums that are NaN give some
+    index within bounds, and their logprob tells (see `Engine`).
     """
     total_N = cumulative_NX[:, -1]
     below_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    return torch.searchsorted(cumulative_NX, below_N[:, None], right=True).squeeze(1)
+    index_N = torch.searchsorted(cumulative_NX, below_N[:, None], right=True).squeeze(1)
+    return index_N.clamp_max(cumulative_NX.shape[-1] - 1)
