@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import statistics
 import sys
 import time
@@ -108,6 +109,7 @@ def measure(shape: Shape, repeats: int) -> list[dict]:
             "fastest_ms": round(min(times) * 1e3, 2),
             "tokens_per_s": round(expected / statistics.median(times)),
             "ratio_to_generate": round(base / statistics.median(times), 2),
+            "load_average": round(os.getloadavg()[0], 1),
         }
         for name, times in seconds.items()
     ]
@@ -123,6 +125,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = [row for shape in SHAPES if shape.name in args.shapes for row in measure(shape, args.repeats)]
     print(f"torch {torch.__version__}, {args.threads} threads, fp32, median of {args.repeats} interleaved repeats")
+    print(f"load average {rows[-1]['load_average']}: above {args.threads} or so, others share the cores and the ratios shrink")
     print(f"{'shape':8} {'parameters':>10} {'peer':22} {'median ms':>10} {'fastest':>9} {'tokens/s':>9} {'ratio':>6}")
     for row in rows:
         print(f"{row['shape']:8} {row['parameters']:>10,} {row['peer']:22} {row['median_ms']:>10} {row['fastest_ms']:>9} "

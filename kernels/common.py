@@ -109,6 +109,11 @@ def under_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """Autocast off: the public functions cast once, and what is float32 inside has to stay so."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> Tensor | None:
     """The positions whose target is not `ignore_index` (int64, ascending), or None where that is all of them.
 

@@ -25,6 +25,7 @@ from kernels.common import (
     take,
     triton_works,
     under_autocast,
+    without_autocast,
 )  # fmt: skip
 from kernels.linear_logprob_torch import Blocks
 
@@ -197,7 +198,8 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, g, *_):
     need = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-    dx, dw = backward_op(g, *ctx.saved_tensors, *ctx.settings, need)
+    with without_autocast(g):
+        dx, dw = backward_op(g, *ctx.saved_tensors, *ctx.settings, need)
     return dx if need[0] else None, dw if need[1] else None, *[None] * 8
 
 
@@ -237,7 +239,8 @@ def distill_kl(
     check_same_device(NAME, student_hidden=xs, student_weight=ws, teacher_hidden=xt, teacher_weight=wt, mask=mask)
     flat_mask = None if mask is None else mask.reshape(-1)
     xs_TD, xt_TE = xs.reshape(-1, xs.shape[-1]), xt.reshape(-1, xt.shape[-1])
-    kl, *_ = forward_op(xs_TD, ws, xt_TE, wt, flat_mask, temperature, student_softcap, teacher_softcap, kind, beta)
+    with without_autocast(xs):
+        kl, *_ = forward_op(xs_TD, ws, xt_TE, wt, flat_mask, temperature, student_softcap, teacher_softcap, kind, beta)
     return kl.view(xs.shape[:-1])
 
 

@@ -225,13 +225,13 @@ def backward(
     dx = torch.zeros(xs.shape, dtype=torch.float32, device=xs.device) if need_x else None
     dw = torch.empty(ws.shape, dtype=ws.dtype, device=ws.device) if need_w else None
     for lo, hi in spans:
-        dz = buffer[: pair.N * (hi - lo)].view(pair.N, hi - lo)
+        dz = buffer.narrow(0, 0, pair.N * (hi - lo)).view(pair.N, hi - lo)
         _dlogits_kernel[pair.grid()](
             *pair.tensors, lse_s, lse_t, rest, scaled, dz, beta, lo, dz.stride(0), pair.N, pair.V, pair.tile_count(hi - lo),
             *pair.numbers, MODE=MODES[kind], **pair.options,
         )  # fmt: skip
         if dw is not None:
-            torch.mm(dz.t(), pair.xs, out=dw[lo:hi])
+            torch.mm(dz.t(), pair.xs, out=dw.narrow(0, lo, hi - lo))
         if dx is not None:
-            dx.add_(mm32(dz, pair.ws[lo:hi]))
+            dx.add_(mm32(dz, pair.ws.narrow(0, lo, hi - lo)))
     return None if dx is None else dx.to(xs.dtype), dw

@@ -32,6 +32,7 @@ from kernels.common import (
     target_rows,
     triton_works,
     under_autocast,
+    without_autocast,
 )
 from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
 
@@ -163,7 +164,8 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, g_logp, g_entropy, g_lse, *_):
     need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    grads = backward_op(g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need)
+    with without_autocast(ctx.saved_tensors[0]):
+        grads = backward_op(g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need)
     dx, dw, db = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
     return dx, dw, None, db, None, None, None, None, None
 
@@ -239,11 +241,12 @@ def linear_logprob(
     flat = hidden.dim() == 2  # views cost autograd nodes, which a small problem would notice
     x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
     y = (target if flat else target.reshape(-1)).long()
-    if _is_tiny(x, weight, saved_bytes):
-        logp, ent, lse = _tiny(x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy)
-    else:
-        plan = _plan(x, weight, bias, saved_bytes)
-        logp, ent, lse, *_ = forward_op(x, weight, y, bias, temperature, softcap, ignore_index, entropy, plan)
+    with without_autocast(x):
+        if _is_tiny(x, weight, saved_bytes):
+            logp, ent, lse = _tiny(x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy)
+        else:
+            plan = _plan(x, weight, bias, saved_bytes)
+            logp, ent, lse, *_ = forward_op(x, weight, y, bias, temperature, softcap, ignore_index, entropy, plan)
     if flat:
         return logp, ent if entropy else None, lse
     return logp.view(target.shape), ent.view(target.shape) if entropy else None, lse.view(target.shape)

@@ -132,15 +132,15 @@ class Scores:
         dw = torch.empty(w.shape, dtype=w.dtype, device=w.device) if need_w else None
         db = torch.empty(self.V, dtype=torch.float32, device=w.device) if need_bias else None
         for lo, hi in spans:
-            dz = buffer[: self.N * (hi - lo)].view(self.N, hi - lo)
+            dz = buffer.narrow(0, 0, self.N * (hi - lo)).view(self.N, hi - lo)
             fill(dz, lo, hi)
             if dw is not None:
-                torch.mm(dz.t(), x, out=dw[lo:hi])
+                torch.mm(dz.t(), x, out=dw.narrow(0, lo, hi - lo))
             if dx is not None:
                 # Not addmm: with a float32 addend and bf16 factors it exists in some versions of torch alone.
-                dx.add_(mm32(dz, w[lo:hi]))
+                dx.add_(mm32(dz, w.narrow(0, lo, hi - lo)))
             if db is not None:
-                db[lo:hi] = dz.sum(0, dtype=torch.float32)
+                torch.sum(dz, 0, dtype=torch.float32, out=db.narrow(0, lo, hi - lo))
         dx = None if dx is None else dx.to(x.dtype)
         return Gradients(dx, dw, None if db is None or self.bias is None else db.to(self.bias.dtype))
 
@@ -179,8 +179,8 @@ def _forward_expected(scores: Scores, entropy: bool) -> Forward:
     ref = _target_exponent(scores)
     headroom = 14.0 if x.dtype == torch.float16 else 40.0  # float16 ends at 2^16; 2^40 is far from bfloat16's end
     for index, (lo, hi) in enumerate(spans):
-        kept = buffer[: scores.N * (hi - lo)].view(scores.N, hi - lo)
-        exps = exponents[: triton.cdiv(hi - lo, tile)]
+        kept = buffer.narrow(0, 0, scores.N * (hi - lo)).view(scores.N, hi - lo)
+        exps = exponents.narrow(0, 0, triton.cdiv(hi - lo, tile))
         scores.forward(
             part, lo, hi, index, entropy=entropy, kept=kept, exponents=exps, ref=ref, headroom=headroom,
             keep_slope=head.softcap is not None,
@@ -189,7 +189,7 @@ def _forward_expected(scores: Scores, entropy: bool) -> Forward:
         _align_kernel[(triton.cdiv(scores.N, 64) * exps.shape[0],)](
             kept, exps, common, scores.N, hi - lo, exps.shape[0], kept.stride(0), exps.stride(0), BM=64, BN=tile, num_warps=8
         )  # fmt: skip
-        torch.addcmul(mm32(kept, w[lo:hi]), mean, torch.exp2(ref - common).unsqueeze(1), out=mean)
+        torch.addcmul(mm32(kept, w.narrow(0, lo, hi - lo)), mean, torch.exp2(ref - common).unsqueeze(1), out=mean)
         ref = common
     out = scores.combine(part)
     return out._replace(expected=mean.mul_(torch.exp2(ref - out.lse * LOG2E).unsqueeze(1)))
@@ -198,7 +198,7 @@ def _forward_expected(scores: Scores, entropy: bool) -> Forward:
 def _target_exponent(scores: Scores) -> Tensor:
     """The target's logit / log 2, rounded up; good to a per cent, which is all a reference exponent needs. float32 [N]."""
     head = scores.head
-    raw = torch.bmm(scores.x.unsqueeze(1), scores.w[scores.y].unsqueeze(2)).flatten().float()
+    raw = torch.bmm(scores.x.unsqueeze(1), scores.w.index_select(0, scores.y).unsqueeze(2)).flatten().float()
     raw = raw if scores.bias is None else raw + scores.bias[scores.y].float().clamp(min=LOW)
     z = raw * head.in_scale if head.softcap is None else torch.tanh(raw * head.in_scale) * head.out_scale
     return z.ceil()

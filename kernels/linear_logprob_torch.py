@@ -38,7 +38,8 @@ def coefficients(g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor 
     b = -a if g_lse is None else g_lse - a
     if g_entropy is None:
         return Coefficients(a, b, None)
-    return Coefficients(a, b - g_entropy * entropy, -g_entropy)
+    # Selected, not multiplied: the entropy of a row that gets no gradient may be NaN.
+    return Coefficients(a, torch.where(g_entropy != 0, b - g_entropy * entropy, b), -g_entropy)
 
 
 class Blocks:

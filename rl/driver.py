@@ -7,6 +7,7 @@ With one process the broadcast is a no-op and nothing else differs.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import queue
 import threading
@@ -139,7 +140,7 @@ class Driver:
             by_version.setdefault(version_id, []).append((request, future))
         for version_id, items in by_version.items():
             batch: Future = Future()
-            batch.add_done_callback(lambda done, items=items: _spread(done, [future for _, future in items]))
+            batch.add_done_callback(functools.partial(_spread, [future for _, future in items]))
             self._queue.put(("sample", (version_id, [request for request, _ in items]), (), batch))
 
     def close(self, timeout: float = 60.0) -> None:
@@ -155,7 +156,7 @@ class Driver:
         atexit.unregister(self.close)
 
 
-def _spread(batch: Future, futures: Sequence[Future]) -> None:
+def _spread(futures: Sequence[Future], batch: Future) -> None:
     error = batch.exception()
     if error is not None:
         for future in futures:

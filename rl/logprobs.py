@@ -47,10 +47,11 @@ def _lora_parts(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor,
     if not isinstance(head, LoraLinear) or head.disable_adapters or len(head.active_adapters) != 1 or head.merged:
         return None
     name = head.active_adapters[0]
-    base = head.get_base_layer()
+    base: Any = head.get_base_layer()
+    parts: Any = head
     if not isinstance(base, nn.Linear) or head.use_dora.get(name) or not isinstance(head.lora_dropout[name], nn.Identity):
         return None
-    return base.weight, base.bias, head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name]
+    return base.weight, base.bias, parts.lora_A[name].weight, parts.lora_B[name].weight, parts.scaling[name]
 
 
 class LogprobHead:
@@ -97,30 +98,36 @@ class LogprobHead:
             if self.softcap is not None:
                 self._config.final_logit_softcapping = self.softcap
 
-    def _head_forward(self, head: nn.Module, hidden: Tensor, request: HeadRequest) -> Tensor:
+    def _head_forward(self, head: Any, hidden: Tensor, request: HeadRequest) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
         if request.token_index is not None:
             flat = flat[request.token_index]
         lora = _lora_parts(head)
         if lora is not None:
             # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size
-            weight, bias, a, b, scale = lora
+            base, head_bias, a, b, scale = lora
             flat = torch.cat([flat, F.linear(flat.to(a.dtype), a).to(flat.dtype)], dim=-1)
-            weight = torch.cat([weight, (b * scale).to(weight.dtype)], dim=-1)
+            weight = torch.cat([base, (b * scale).to(base.dtype)], dim=-1)
         else:
-            weight, bias = head.weight, getattr(head, "bias", None)
+            weight, head_bias = head.weight, head.bias
         if request.targets.ndim == 2:  # soft targets: K logprobs a position
-            logits = F.linear(flat, weight, bias).float()
+            logits = F.linear(flat, weight, head_bias).float()
             if self.softcap is not None:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
             logp, entropy = plain_logprobs(logits, request.targets, request.temperature, request.entropy)
             return torch.cat([logp, entropy[:, None]], dim=-1)
         from kernels import linear_logprob
 
-        logp, entropy, *_ = linear_logprob(
-            flat, weight, request.targets, bias=bias, temperature=request.temperature, softcap=self.softcap
+        logp, found, *_ = linear_logprob(
+            flat,
+            weight,
+            request.targets,
+            bias=head_bias,
+            temperature=request.temperature,
+            softcap=self.softcap,
+            entropy=request.entropy,
         )
-        return torch.stack([logp, entropy], dim=-1)
+        return torch.stack([logp, torch.zeros_like(logp) if found is None else found], dim=-1)
 
     @torch.no_grad()
     def _agrees(self) -> bool:

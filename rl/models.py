@@ -91,7 +91,8 @@ def load_tokenizer(name: str, *, required: bool = True) -> Any | None:
     """The tokenizer of a folder or hub name (or of a `tiny:` preset); None where a folder has none and none is required."""
     if name.startswith("tiny:"):
         return _character_tokenizer(get_preset(name).alphabet)
-    from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer
 
     folder = Path(name).expanduser()
     has_files = folder.is_dir() and any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
@@ -103,7 +104,7 @@ def load_tokenizer(name: str, *, required: bool = True) -> Any | None:
         if folder.is_dir() and _says_plain_fast(folder):
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
         if folder.is_dir() and not (folder / "tokenizer_config.json").is_file() and (folder / "merges.txt").is_file():
-            return GPT2TokenizerFast.from_pretrained(str(folder))  # GPT-2's own files name no class
+            return GPT2Tokenizer.from_pretrained(str(folder))  # GPT-2's own files name no class
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
         if required:
@@ -170,7 +171,8 @@ def _build_tiny(base_model: str, tokenizer_name: str | None, seed: int, dtype: t
         bos_token_id=None,
     )
     with seeded(seed):
-        model = Qwen3ForCausalLM(config).to(dtype)
+        model: Any = Qwen3ForCausalLM(config)
+    model = model.to(dtype)
     return LoadedModel(_prepared(model), tokenizer, base_model, eos_token_ids(model, tokenizer))
 
 

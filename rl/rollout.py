@@ -67,7 +67,8 @@ def rollout(
     live, turn = episodes, 0
     while live:
         if turn == max_turns:
-            raise RuntimeError(f"{len(live)} episodes have not ended after {max_turns} turns (problem {builders[live[0].group].problem_index})")
+            first = builders[live[0].group].problem_index
+            raise RuntimeError(f"{len(live)} episodes have not ended after {max_turns} turns (problem {first} first)")
         start = time.perf_counter()
         actions, counts = _sample(live, streams, sampler, params, derive_seed(seed, turn))
         counters.update(counts)

@@ -23,7 +23,7 @@ from rl.offline import train_offline
 from rl.online import train_online
 from rl.prepare import Prepared, check_lengths, make_policy, make_renderer, names_its_model, prepare, worker_settings
 from rl.service import ServiceClient
-from rl.stage import Stage
+from rl.stage import HeldOut, Stage
 from rl.training_client import TrainingClient
 
 # Settings that a resumed run may change: where and how it reports, nothing that enters a result.
@@ -165,7 +165,7 @@ class _Whereabouts:
         )
         if loop_state is not None:
             method.load_state(loop_state["method"])
-            stage.before, stage.after = loop_state["held_out"]
+            stage.held_out = HeldOut(**loop_state["held_out"])
         return stage
 
 
@@ -173,7 +173,7 @@ def _run_stages(
     at: _Whereabouts, service: ServiceClient, policy: TrainingClient, logbook: Logbook, console: Console, stop_request: StopRequest
 ) -> None:
     keeper = Keeper(logbook)
-    results: dict[str, tuple[float | None, float | None]] = {}
+    held_out: dict[str, HeldOut] = {}
     while not at.finished:
         stage = at.stage(policy, logbook, console, keeper, stop_request)
         try:
@@ -181,13 +181,12 @@ def _run_stages(
         except Stopped:
             console.end("stopped as asked, everything saved", facts={"folder": at.folder}, commands=[_resume_command(at.run, at.folder)])
             raise
-        if stage.after is not None:
-            results[f"held-out accuracy, {stage.name}"] = (stage.before, stage.after)
+        held_out[stage.name] = stage.held_out
         policy.release()
         at.index += 1
         if not at.finished:
             policy = at.policy(service)
-    _conclude(at, results, console)
+    _conclude(at, held_out, console)
 
 
 def _introduce(run: Run, folder: Path, policy: TrainingClient, console: Console) -> None:
@@ -204,9 +203,16 @@ def _introduce(run: Run, folder: Path, policy: TrainingClient, console: Console)
     )
 
 
-def _conclude(at: _Whereabouts, results: dict[str, tuple[float | None, float | None]], console: Console) -> None:
+def _conclude(at: _Whereabouts, held_out: Mapping[str, HeldOut], console: Console) -> None:
     folder = at.folder
-    remarks = [at.stages[-1].plan.settings.loop.remark] if at.stages[-1].plan.settings.loop.remark else []
+    results: dict[str, tuple[float | None, float | None]] = {}
+    remarks = []
+    for name, found in held_out.items():
+        if found.after is not None:
+            results[f"held-out accuracy, {name}"] = (found.before, found.after)
+        if found.greedy_after is not None:
+            results[f"greedy accuracy, {name}"] = (found.greedy_before, found.greedy_after)
+        remarks += [text for text in [found.sharpening()] if text is not None]
     console.end(
         f"{at.run.name}: done",
         results=results,

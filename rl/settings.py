@@ -117,6 +117,8 @@ class SamplingSettings:
     """Of training samples; the learner scores at the same one."""
     eval_temperature: float | None = None
     """Of held-out samples (0: greedy); by default the training temperature."""
+    eval_greedy: bool = True
+    """Also decode the held-out problems greedily before the first and after the last step: tells sharpening from new knowledge."""
     kv_cache_tokens: int = 262_144
     """Budget of the KV cache of each device, in tokens; what does not fit waits."""
     max_rows: int = 1024
@@ -187,9 +189,6 @@ class LoopSettings:
     """Metric whose best weights are kept (sampler weights, under best-<step>)."""
     rollouts_every: int = 20
     """Write the rollouts (jsonl and a page to read) every so many steps; 0: never."""
-
-    remark: str | None = None
-    """What a reader of the final figures should know; shown beside them at the end of the run."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every", "save_every", "rollouts_every"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,33 @@ from rl.seeds import derive_seed
 from rl.types import Datum, Problem, SamplingParams
 
 HELD_OUT = "test/env/all/correct"
+KEPT_OF_GREEDY = ("test/greedy/all/correct", "test/greedy/all/reward/total")
 
 
 class EveryRewardFailed(UserError):
     """No sample of a batch could be scored: the reward is broken, and going on would train on nothing."""
+
+
+@dataclass
+class HeldOut:
+    """Held-out accuracy before the first step and at the last evaluation: of samples, and of greedy answers."""
+
+    before: float | None = None
+    after: float | None = None
+    greedy_before: float | None = None
+    greedy_after: float | None = None
+
+    def sharpening(self) -> str | None:
+        """What an honest reader must know of the gain, if most of it was there for greedy decoding already."""
+        if self.before is None or self.after is None or self.greedy_before is None or self.after <= self.before:
+            return None
+        share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
+        if share < 0.5:
+            return None
+        return (
+            f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first step the likeliest answer was "
+            f"already right for {self.greedy_before:.1%} of the problems; the model now says it more often."
+        )
 
 
 class Stage:
@@ -64,8 +88,7 @@ class Stage:
         self.sampling_params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature)
         held_out = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
         self.eval_params = SamplingParams(max_tokens=sampling.max_tokens, temperature=held_out)
-        self.before: float | None = None  # held-out accuracy before the first step and after the last
-        self.after: float | None = None
+        self.held_out = HeldOut()
         self._clock = 0.0
         self._tokens = 0
         self._said: set[str] = set()
@@ -77,7 +100,7 @@ class Stage:
         self.console.stage(self.name, self.loop.steps, first=self.first_step, done=self.done)
         sampler = self.models.policy.save_weights_and_get_sampling_client()
         if self.done == 0 and self.loop.eval_every:
-            self._log(0, self.evaluate(sampler))
+            self._log(0, {**self.evaluate(sampler), **self.evaluate_greedy(sampler)})
         self._clock = time.perf_counter()
         return sampler
 
@@ -134,6 +157,8 @@ class Stage:
         row["time/tokens_per_second"] = tokens / max(seconds, 1e-9)
         if self.samples_at(batch):
             row.update(self.evaluate(sampler))
+            if done == self.loop.steps:
+                row.update(self.evaluate_greedy(sampler))
         self.done = done
         self._log(done, row)
         if rollouts is not None and self.loop.rollouts_every and (batch % self.loop.rollouts_every == 0):
@@ -160,9 +185,20 @@ class Stage:
         self.check(result)
         metrics = group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
-        accuracy = metrics.get(HELD_OUT)
-        self.before = accuracy if self.before is None else self.before
-        self.after = accuracy
+        accuracy, held_out = metrics.get(HELD_OUT), self.held_out
+        held_out.before, held_out.after = (accuracy if held_out.before is None else held_out.before), accuracy
+        return metrics
+
+    def evaluate_greedy(self, sampler: SamplingClient) -> dict[str, float]:
+        """`test/greedy/...`: the likeliest answer to each held-out problem, where sampling does not give it anyway."""
+        if self.test_problems is None or not self.settings.sampling.eval_greedy or self.eval_params.temperature == 0:
+            return {}
+        builders = self.groups(list(self.test_problems), 1)
+        result = rollout(builders, sampler, replace(self.eval_params, temperature=0.0), seed=0)
+        metrics = {k: v for k, v in group_metrics(result.groups, "test/greedy").items() if k.startswith(KEPT_OF_GREEDY)}
+        accuracy, held_out = metrics.get("test/greedy/all/correct"), self.held_out
+        held_out.greedy_before = accuracy if held_out.greedy_before is None else held_out.greedy_before
+        held_out.greedy_after = accuracy
         return metrics
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
@@ -184,7 +220,7 @@ class Stage:
             "next_batch": done,
             "first_step": self.first_step,
             "method": self.method.state(),
-            "held_out": [self.before, self.after],
+            "held_out": asdict(self.held_out),
         }
         return self.keeper.save(
             self.models.policy, self.first_step + done, self.name, state, keep_last=self.loop.keep_last, last=last

@@ -141,10 +141,25 @@ def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(recipe: Path) -> Path:
-    """Taught and trained without a break."""
-    folder = recipe.parent / "whole"
-    return finish(train(recipe, folder), recipe, folder)
+def runs(recipe: Path) -> tuple[Path, Path]:
+    """Of the same settings and side by side: one run to its end, and one killed in the middle of GRPO."""
+    whole, killed = recipe.parent / "whole", recipe.parent / "killed"
+    processes = train(recipe, whole), train(recipe, killed)
+    past = SFT_STEPS + 1 + 3  # one step after the first checkpoint of GRPO: that step will have to be taken back
+    deadline = time.monotonic() + 300
+    while processes[1].poll() is None and time.monotonic() < deadline:
+        path = killed / "metrics.jsonl"
+        if path.exists() and f'"step": {past},' in path.read_text():
+            break
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGKILL)
+    assert processes[1].wait(timeout=60) == -signal.SIGKILL, (recipe.parent / "killed.log").read_text()[-3000:]
+    return finish(processes[0], recipe, whole), killed
+
+
+@pytest.fixture(scope="module")
+def run(runs: tuple[Path, Path]) -> Path:
+    return runs[0]
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +200,21 @@ def test_rewards_are_those_counted_from_the_answers(run: Path, rollouts: list[li
     lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()[:PROBLEMS]
     expected = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
     trained = [row for row in metrics(run) if row["stage"] == "grpo"]
+    plain = 0
     for row, samples in zip(trained, rollouts, strict=True):
-        boxed = [re.findall(r"\\boxed\{(\d+)\}", sample["response"])[-1:] for sample in samples]
-        correct = [box == [expected[sample["problem"]]] for box, sample in zip(boxed, samples, strict=True)]
-        rewards = [float(c) + 0.1 * (bool(box) - 1) for c, box in zip(correct, boxed, strict=True)]
         assert len(samples) == PROBLEMS * GROUP
-        assert [sample["reward"] for sample in samples] == pytest.approx(rewards, abs=1e-12)
-        assert row["env/all/correct"] == pytest.approx(np.mean(correct)) and row["reward/total"] == pytest.approx(np.mean(rewards))
-        groups = [{r for r, s in zip(rewards, samples, strict=True) if s["group"] == g} for g in range(PROBLEMS)]
-        assert row["env/all/by_group/frac_mixed"] == np.mean([len(values) > 1 for values in groups])
+        for sample in samples:
+            boxed = re.findall(r"\\boxed\{([^{}]*)\}", sample["response"])[-1:]
+            if boxed and not boxed[0].isdecimal():
+                continue  # "$ 10", "1 = 10": what of such is a number is the reward's own affair, tested there
+            plain += 1
+            reward = float(boxed == [expected[sample["problem"]]]) - (0.0 if boxed else 0.1)
+            assert sample["reward"] == pytest.approx(reward, abs=1e-12), sample["response"]
+        rewards_P_G = [[s["reward"] for s in samples if s["group"] == g] for g in range(PROBLEMS)]
+        assert row["reward/total"] == pytest.approx(np.mean(rewards_P_G))
+        assert row["env/all/correct"] == pytest.approx(np.mean(np.array(rewards_P_G) > 0.95))
+        assert row["env/all/by_group/frac_mixed"] == np.mean([len(set(rewards_G)) > 1 for rewards_G in rewards_P_G])
+    assert plain > 0.7 * GRPO_STEPS * PROBLEMS * GROUP
 
 
 @pytest.mark.slow
@@ -211,28 +232,19 @@ def test_the_sampler_drew_from_what_transformers_sees(run: Path, rollouts: list[
         tokens = sample["response_tokens"]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        logprobs = logits.log_softmax(-1)[range(len(tokens)), tokens].numpy()
-        np.testing.assert_allclose(sample["logprobs"], logprobs, atol=1e-4)
+        # in float64: over 151,665 tokens, torch's own fp32 log_softmax is off by up to 4e-4 on a CPU
+        logprobs = logits.double().log_softmax(-1)[range(len(tokens)), tokens].numpy()
+        np.testing.assert_allclose(sample["logprobs"], logprobs, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(run: Path, recipe: Path):
-    broken = recipe.parent / "broken"
-    process = train(recipe, broken)
-    past = SFT_STEPS + 1 + 3  # one step after the first checkpoint of GRPO: that step has to be taken back
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        path = broken / "metrics.jsonl"
-        if path.exists() and f'"step": {past},' in path.read_text():
-            break
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL, (recipe.parent / "broken.log").read_text()[-3000:]
+def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(runs: tuple[Path, Path], recipe: Path):
+    run, broken = runs
     names = [json.loads(line)["name"] for line in (broken / "checkpoints.jsonl").read_text().splitlines()]
     assert names[0] == "sft-final" and "grpo-final" not in names and any(name.startswith("grpo-") for name in names)
 
     finish(train(recipe, broken, "--resume"), recipe, broken)
-    assert "going on from grpo-" in (recipe.parent / "broken.log").read_text()
+    assert "going on from grpo-" in (recipe.parent / "killed.log").read_text()
     assert untimed(broken) == untimed(run)
     for file in ("model/model.safetensors", "optimizer.safetensors"):
         ours, theirs = (tensors(folder / "checkpoints" / "grpo-final" / file) for folder in (broken, run))

@@ -74,6 +74,7 @@ def test_only_one_module_knows_torch_distributed():
 
 def test_help_needs_no_torch():
     """What the command line reads before there is something to run imports neither torch nor transformers."""
-    code = "import sys; import rl, rl.cli, rl.methods, rl.settings; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+    heavy = ("torch", "transformers", "accelerate")
+    code = f"import sys; import rl, rl.cli, rl.methods, rl.settings; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

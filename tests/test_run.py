@@ -227,7 +227,10 @@ def test_mistakes_are_one_box_without_a_traceback(tmp_path, words, message):
 def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the_run(tmp_path):
     recipe = write(tmp_path)
     (tmp_path / "tests_rewards.py").write_text(
-        "def digits(prompt, response, meta):\n    if response[:1] in '1234':\n        raise KeyError('colour')\n    return float(len(response))\n"
+        "def digits(prompt, response, meta):\n"
+        "    if response[:1] in '1234':\n"
+        "        raise KeyError('colour')\n"
+        "    return float(len(response))\n"
     )
     done = run(recipe, "--output-dir", "some", cwd=tmp_path)
     assert "KeyError" in done.stdout and "colour" in done.stdout

@@ -51,6 +51,17 @@ def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind)
     assert counters.steps == len(fed) == max(len(sequence.tokens) for sequence in sequences)
 
 
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_a_prompt_stays_while_samples_of_its_group_wait(kind):
+    """Three rows at a time for groups of four: all running rows of a group end together while its last sample waits."""
+    engine = Engine(make_decoder(tiny_model("qwen3"), kind=kind), max_rows=3)
+    for problem, prompt in enumerate(random_prompts([9, 12, 5])):
+        engine.add(Request(prompt=prompt, num_samples=4, params=SamplingParams(max_tokens=3), problem=problem))
+    engine.run()
+    assert engine.counters.prefill_tokens == 9 + 12 + 5
+    assert engine.counters.emitted_tokens == 3 * 4 * 3
+
+
 def test_identical_prompts_waiting_together_are_read_once():
     engine = Engine(make_decoder(tiny_model("qwen3")))
     prompt = random_prompts([20])[0]

@@ -50,10 +50,10 @@ ANSWER = re.compile(r"^(.*)  \[mean logprob (-?[\d.]+), (\d+) tokens(, cut off)?
 
 def script(name: str, *words: object, cwd: Path, **options) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    options = {"stdin": subprocess.DEVNULL} | options if "input" not in options else options
-    return subprocess.run(
-        [sys.executable, str(REPO / name), *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, timeout=200, **options
-    )
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    command = [sys.executable, str(REPO / name), *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, **options)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def one_pass(
 
 def _loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum]) -> dict[str, float]:
     tokens = action_tokens(datums) if datums else 0
-    name = "train_mean_nll" if "weights:sum" in sums else "optim/policy_loss"
+    name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
     metrics = {name: sums.get("loss:sum", 0.0) / max(1, tokens), "optim/tokens": tokens}
     active = sums.get("active_tokens:sum", 0.0)
     if "clipped_low:sum" in sums:

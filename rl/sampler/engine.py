@@ -262,8 +262,8 @@ class Engine:
         if np.isnan(both[1]).any():
             requests = sorted(set(self._rows["job"][np.isnan(both[1])].tolist()))
             raise FloatingPointError(
-                f"the logits are NaN or infinite for {len(requests)} requests (the first is number {requests[0]}): the weights have "
-                "diverged or overflow in this dtype; lower the learning rate, or sample in float32"
+                f"the logits are NaN or infinite for {len(requests)} requests (the first is number {requests[0]}): the weights "
+                "have diverged, or overflow in this dtype; lower the learning rate, or sample in float32"
             )
         return both[0].astype(np.int64), both[1]
 

@@ -1,0 +1,154 @@
+"""token_logprob and distill_kl off CUDA: against whole logits in float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from kernels import distill_kl, linear_logprob_reference, token_logprob
+from kernels.distill_kl import KINDS, distill_kl_reference
+from kernels.distill_kl import backward_op as kl_backward_op
+from kernels.distill_kl import forward_op as kl_op
+from kernels.token_logprob import backward_inplace_op, backward_op, forward_op
+
+T, V = 9, 50
+
+
+def logits_case(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    logits, y = 3 * torch.randn(T, V, generator=g, dtype=torch.float64), torch.randint(0, V, (T,), generator=g)
+    upstream = torch.randn(3, T, generator=g, dtype=torch.float64)
+    upstream[:, 2] = 0.0
+    y[4] = -100
+    return logits, y, upstream
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_token_logprob_equals_the_definition(inplace):
+    for temperature, softcap, used in itertools.product((1.0, 0.6), (None, 3.0), ((0,), (0, 1), (0, 1, 2))):
+        logits, y, upstream = logits_case()
+        exact, leaf = logits.clone().requires_grad_(), logits.float().requires_grad_()
+        expected = linear_logprob_reference(exact, torch.eye(V, dtype=torch.float64), y, None, temperature, softcap)
+        sum((expected[i] * upstream[i]).sum() for i in used).backward()
+        activations = leaf * 1.0
+        outputs = token_logprob(activations, y, temperature, softcap, inplace_backward=inplace)
+        for mine, truth in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(mine.double(), truth, atol=1e-5, rtol=1e-5)
+        sum((outputs[i] * upstream[i].float()).sum() for i in used).backward()
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_defect_8_the_inplace_backward_reuses_the_memory_and_bumps_the_version():
+    logits, y, upstream = logits_case()
+    activations = logits.float().requires_grad_() * 1.0
+    also_needed = activations.exp().log()  # exp keeps its output, log keeps exp's: fine. sin keeps the logits themselves:
+    conflict = activations.sin()
+    version, address = activations._version, activations.data_ptr()
+    logp, _, _ = token_logprob(activations, y, inplace_backward=True)
+    (grad,) = torch.autograd.grad(logp, activations, upstream[0].float(), retain_graph=True)
+    assert grad.data_ptr() == address and activations._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        conflict.sum().backward()
+    assert also_needed.shape == activations.shape
+
+
+def test_rows_in_many_chunks(monkeypatch):
+    import sys
+
+    logits, y, upstream = logits_case()
+    whole = token_logprob(logits.float(), y)
+    monkeypatch.setattr(sys.modules["kernels.token_logprob"], "BLOCK", 2 * V)
+    for a, b in zip(whole, token_logprob(logits.float(), y), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_token_logprob_checks_and_opcheck():
+    logits, y, upstream = logits_case()
+    logits, upstream = logits.float(), upstream.float()
+    bad = y.clone()
+    bad[1] = V
+    for target, message in ((bad, rf"target\[1\] is {V}"), (y[:3], "target has shape"), (y.float(), "target is torch.float32")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            token_logprob(logits, target)
+    torch.library.opcheck(forward_op, (logits.clone().requires_grad_(), y, 0.7, 3.0, -100, False))
+    _, entropy, lse = token_logprob(logits, y)
+    torch.library.opcheck(backward_op, (*upstream, logits, y, entropy, lse, 1.0, None, -100))
+    torch.library.opcheck(backward_inplace_op, (*upstream, logits.clone(), y, entropy, lse, 1.0, None, -100))
+    compiled = torch.compile(token_logprob, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits, y)[0], token_logprob(logits, y)[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- distillation
+
+
+def pair(seed=0, D=6, E=5):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((T, D), (V, D), (T, E), (V, E))
+    xs, ws, xt, wt = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    upstream = torch.randn(T, generator=g, dtype=torch.float64)
+    upstream[1] = 0.0
+    return xs.requires_grad_(), ws.requires_grad_(), xt, wt, upstream
+
+
+def exact_kl(xs, ws, xt, wt, kind, temperature, softcap, mask):
+    student = xs @ ws.t()
+    student = student if softcap is None else softcap * torch.tanh(student / softcap)
+    kl = distill_kl_reference(student, xt @ wt.t(), kind, 0.3, temperature)
+    return kl if mask is None else kl * mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distill_kl_equals_the_definition(kind, monkeypatch):
+    import sys
+
+    for small_blocks, masked, softcap, temperature in itertools.product((False, True), (False, True), (None, 4.0), (1.0, 0.6)):
+        if small_blocks:
+            monkeypatch.setattr(sys.modules["kernels.linear_logprob_torch"], "COLUMNS", 7)
+        xs, ws, xt, wt, upstream = pair()
+        mask = torch.arange(T) % 3 != 0 if masked else None
+        expected = exact_kl(xs, ws, xt, wt, kind, temperature, softcap, mask)
+        (expected * upstream).sum().backward()
+        a, b = (t.detach().float().requires_grad_() for t in (xs, ws))
+        settings = {"kind": kind, "beta": 0.3, "temperature": temperature, "mask": mask, "student_softcap": softcap}
+        kl = distill_kl(a, b, xt.float(), wt.float(), **settings)
+        (kl * upstream.float()).sum().backward()
+        for mine, truth in ((kl, expected), (a.grad, xs.grad), (b.grad, ws.grad)):
+            torch.testing.assert_close(mine.detach().double(), truth.detach(), atol=5e-5, rtol=1e-4)
+
+
+def test_divergence_from_itself_is_zero_and_masked_nan_is_nothing():
+    xs, ws, _, _, _ = pair()
+    x, w = xs.detach().float(), ws.detach().float()
+    for kind in KINDS:
+        torch.testing.assert_close(distill_kl(x, w, x, w, kind=kind), torch.zeros(T), atol=1e-5, rtol=0)
+        poisoned = x.clone()
+        poisoned[0] = float("nan")
+        mask = torch.arange(T) > 0
+        weight = w.clone().requires_grad_()
+        kl = distill_kl(poisoned, weight, 2 * x, w, kind=kind, mask=mask)
+        kl.sum().backward()
+        assert float(kl[0]) == 0.0 and weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
+        assert (distill_kl(x, w, x, w, kind=kind, mask=torch.zeros(T)) == 0).all()
+
+
+def test_distill_checks_opcheck_and_compile():
+    xs, ws, xt, wt, upstream = pair()
+    xs, ws, xt, wt = (t.detach().float() for t in (xs, ws, xt, wt))
+    cases = [
+        (lambda: distill_kl(xs, ws, xt, wt[:9]), "one V"),
+        (lambda: distill_kl(xs, ws, xt[:3], wt), "the same tokens"),
+        (lambda: distill_kl(xs, ws, xt, wt, kind="js"), "expected one of forward"),
+        (lambda: distill_kl(xs, ws, xt, wt, kind="mixture", beta=1.0), "0 < beta < 1"),
+        (lambda: distill_kl(xs, ws, xt, wt.bfloat16()), "teacher"),
+    ]
+    for call, message in cases:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+    args = (xs.clone().requires_grad_(), ws.clone().requires_grad_(), xt, wt, None, 0.7, None, None, "reverse", 0.5)
+    torch.library.opcheck(kl_op, args)
+    with torch.no_grad():
+        rest = kl_op(*args)[1:]
+        settings = (0.7, None, None, "reverse", 0.5, [True, True])
+        torch.library.opcheck(kl_backward_op, (upstream.float(), xs, ws, xt, wt, None, *rest, *settings))
+    compiled = torch.compile(lambda x: distill_kl(x, ws, xt, wt), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(xs), distill_kl(xs, ws, xt, wt))

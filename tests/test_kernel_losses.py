@@ -1,0 +1,179 @@
+"""policy_loss, discounted_scan and gae off CUDA: against formulas differentiated by autograd, loops, and numbers worked by hand."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from kernels import discounted_scan, gae, policy_loss, policy_loss_reference
+from kernels.discounted_scan import gae_op, gae_reference, scan_op
+from kernels.policy_loss import KINDS, KL_KINDS, METRICS, forward_op
+
+CU = torch.tensor([0, 5, 5, 20, 37])
+T = 37
+
+
+def case(seed, per_token_clip=False, masked=True, ref=False):
+    g = torch.Generator().manual_seed(seed)
+
+    def randn():
+        return torch.randn(T, generator=g, dtype=torch.float64)
+
+    logp = -randn().abs()
+    tensors = {"old_T": logp + 0.3 * randn(), "advantage_T": randn(), "mask_T": None, "ref_T": randn() - 1 if ref else None}
+    if masked:
+        tensors["mask_T"] = torch.rand(T, generator=g) < 0.6
+        tensors["mask_T"][5:20] = False  # a whole sequence without an action
+    low = torch.rand(T, generator=g, dtype=torch.float64) * 0.3 + 0.6 if per_token_clip else 0.8
+    return logp, tensors | {"clip_low": low, "clip_high": 1.3, "cu_seqlens": CU}
+
+
+def low_precision(value):
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_equal_the_formula(kind):
+    for seed, (kl_kind, ref, per_token) in enumerate(itertools.product(KL_KINDS, (False, True), (False, True))):
+        logp, settings = case(seed, per_token, ref=ref)
+        settings |= {"kind": kind, "kl_kind": kl_kind, "kl_coef": 0.1 if ref else 0.0}
+        exact, ours = logp.clone().requires_grad_(), logp.float().requires_grad_()
+        expected = policy_loss_reference(exact, **settings)
+        expected.backward()
+        loss, metrics = policy_loss(ours, **{key: low_precision(value) for key, value in settings.items()})
+        (3.0 * loss).backward()  # an upstream gradient that is not 1
+        torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.grad.double(), 3.0 * exact.grad, atol=1e-5, rtol=1e-5)
+        assert set(metrics) == set(METRICS) and float(metrics["tokens"]) == float(settings["mask_T"].sum())
+
+
+def test_ppo_by_hand():
+    """r = 2 and 0.5 with A = +1 and -1: clipped at 1.2 above for A > 0, not clipped for A < 0; and the mirror image."""
+    two = math.log(2.0)
+    logp = torch.tensor([two, two, -two, -two], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, metrics = policy_loss(logp, torch.zeros(4), advantage, kind="ppo")
+    loss.backward()
+    assert float(loss) == pytest.approx(-1.2 + 2.0 - 0.5 + 0.8)
+    assert logp.grad.tolist() == pytest.approx([0.0, 2.0, -0.5, 0.0])
+    assert (float(metrics["clipped_low"]), float(metrics["clipped_high"])) == (2.0, 2.0)
+    assert float(metrics["kl_v2"]) == pytest.approx(2 * two**2)
+
+
+def test_gspo_by_hand():
+    """Sequence means of d are 0.1 and 0; the ratio of every token of a sequence is the same, its gradient its own advantage's."""
+    logp = torch.tensor([0.3, -0.1, 0.0], requires_grad=True)
+    cu, mask = torch.tensor([0, 2, 3]), torch.ones(3)
+    loss, _ = policy_loss(logp, torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), kind="gspo", cu_seqlens=cu, mask_T=mask)
+    loss.backward()
+    s = math.exp(0.1)
+    assert float(loss) == pytest.approx(-(s * 1 + s * 2 + 3))
+    assert logp.grad.tolist() == pytest.approx([-s, -2 * s, -3.0])
+
+
+def test_defect_13_nothing_behind_the_mask_matters():
+    for kind in KINDS:
+        logp, settings = case(3, ref=True)
+        settings = {key: low_precision(value) for key, value in settings.items()} | {"kind": kind, "kl_coef": 0.1, "kl_kind": "k3"}
+        results = []
+        for garbage in (0.0, float("nan"), float("inf")):
+            off = ~settings["mask_T"]
+            poisoned = dict(settings)
+            for name in ("old_T", "advantage_T", "ref_T"):
+                poisoned[name] = settings[name].masked_fill(off, garbage)
+            leaf = logp.float().masked_fill(off, garbage).requires_grad_()
+            loss, _ = policy_loss(leaf, **poisoned)
+            loss.backward()
+            results.append((loss.detach(), leaf.grad))
+        for other in results[1:]:
+            assert torch.equal(results[0][0], other[0]) and torch.equal(results[0][1], other[1])
+
+
+def test_all_masked_is_a_zero_loss_on_the_graph():
+    leaf = torch.randn(4, requires_grad=True)
+    loss, _ = policy_loss(leaf, torch.randn(4), torch.randn(4), mask_T=torch.zeros(4))
+    loss.backward()
+    assert float(loss) == 0.0 and (leaf.grad == 0).all()
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "scan", "gae"])
+def test_opcheck_and_compile(name):
+    logp, settings = case(5)
+    lp, old, adv = logp.float().requires_grad_(), settings["old_T"].float(), settings["advantage_T"].float()
+    if name == "policy_loss":
+        torch.library.opcheck(forward_op, (lp, old, adv, settings["mask_T"], None, None, None, CU, "gspo", 0.8, 1.2, 0.05, 0.0, "k2"))
+        compiled = torch.compile(lambda x: policy_loss(x, old, adv)[0], fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(lp), policy_loss(lp, old, adv)[0])
+    elif name == "scan":
+        torch.library.opcheck(scan_op, (lp, CU, 0.9, settings["mask_T"], False))
+    else:
+        torch.library.opcheck(gae_op, (lp.detach(), old, CU, 0.9, 0.8, None, None))
+
+
+def test_missing_masks_and_wrong_inputs_are_named():
+    x = torch.zeros(4)
+    cases = [
+        ({"kind": "dro"}, "torch.ones_like"),
+        ({"kind": "gspo", "mask_T": x}, "cu_seqlens"),
+        ({"kind": "trpo"}, "expected one of importance_sampling"),
+        ({"kl_coef": 0.1}, "without ref_T"),
+        ({"kl_kind": "k4"}, "k4"),
+        ({"mask_T": torch.ones(3)}, r"mask_T has shape \(3,\)"),
+        ({"kind": "gspo", "mask_T": x, "cu_seqlens": torch.tensor([0, 3])}, r"\[0, 3\]; expected"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            policy_loss(x, x, x, **settings)
+
+
+# ------------------------------------------------------------------------------------------------------------------- scans
+
+
+def test_returns_by_hand():
+    """Two sequences: [1, 2, 4] and [8] at discount 1/2."""
+    y = discounted_scan(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 3, 4]), 0.5)
+    assert y.tolist() == [3.0, 4.0, 4.0, 8.0]
+    back = discounted_scan(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 3, 4]), 0.5, from_start=True)
+    assert back.tolist() == [1.0, 2.5, 5.25, 8.0]
+
+
+def test_holes_are_stepped_over():
+    """A tool's token between two actions discounts nothing and leaks nothing."""
+    y = discounted_scan(torch.tensor([1.0, float("nan"), 4.0]), torch.tensor([0, 3]), 0.5, torch.tensor([1, 0, 1]))
+    assert y.tolist() == [3.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_gae_equals_the_loop(lam, holes, cut):
+    g = torch.Generator().manual_seed(0)
+    reward, value, boot = (torch.randn(n, generator=g) for n in (T, T, 4))
+    mask = torch.rand(T, generator=g) < 0.6 if holes else None
+    if mask is not None:
+        reward[~mask] = float("nan")
+    advantage, returns = gae(reward, value, CU, 0.97, lam, mask, boot if cut else None)
+    expected = gae_reference(reward, value, CU, 0.97, lam, mask, boot if cut else None)
+    torch.testing.assert_close(advantage, expected, atol=1e-5, rtol=1e-5)
+    on = torch.ones(T, dtype=torch.bool) if mask is None else mask
+    torch.testing.assert_close(returns[on], (expected + value)[on], atol=1e-5, rtol=1e-5)
+
+
+def test_scan_gradient_is_the_transpose():
+    x = torch.randn(T, dtype=torch.float32, requires_grad=True)
+    mask = torch.rand(T) < 0.7
+    dense = torch.stack([discounted_scan(row, CU, 0.9, mask) for row in torch.eye(T)], dim=1)
+    upstream = torch.randn(T)
+    discounted_scan(x, CU, 0.9, mask).backward(upstream)
+    torch.testing.assert_close(x.grad, dense.t() @ upstream, atol=1e-5, rtol=1e-5)
+    assert dense.triu().abs().sum() > 10  # it does look ahead
+
+
+def test_no_tokens_and_wrong_sequences():
+    nothing = torch.zeros(0)
+    assert discounted_scan(nothing, torch.tensor([0]), 0.9).shape == (0,)
+    assert gae(nothing, nothing, torch.tensor([0, 0]))[0].shape == (0,)
+    for cu in ([0, 3], [1, 4], [0, 3, 2, 4]):
+        with pytest.raises(ValueError, match="cu_seqlens is"):
+            discounted_scan(torch.zeros(4), torch.tensor(cu), 0.9)
