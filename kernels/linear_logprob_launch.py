@@ -186,8 +186,8 @@ def _forward_expected(scores: Scores, entropy: bool) -> Forward:
             keep_slope=head.softcap is not None,
         )  # fmt: skip
         common = exps.amax(0)
-        _align_kernel[(triton.cdiv(scores.N, 64) * exps.shape[0],)](
-            kept, exps, common, scores.N, hi - lo, exps.shape[0], kept.stride(0), exps.stride(0), BM=64, BN=tile, num_warps=8
+        _align_kernel[(triton.cdiv(scores.N, 32) * exps.shape[0],)](
+            kept, exps, common, scores.N, hi - lo, exps.shape[0], kept.stride(0), exps.stride(0), BM=32, BN=tile, num_warps=8
         )  # fmt: skip
         torch.addcmul(mm32(kept, w.narrow(0, lo, hi - lo)), mean, torch.exp2(ref - common).unsqueeze(1), out=mean)
         ref = common

@@ -164,8 +164,9 @@ def _forward_kernel(
         if KEEP:  # after the sums and from z again: a second exp2, but z and e both alive would spill registers
             k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
             kept = tl.exp2(z - k[:, None])
-            if KEEP_SLOPE:
-                kept *= slope
+            if KEEP_SLOPE:  # from z, so that the slope need not stay alive from the tanh to here
+                t = z * (1.0 / out_scale)
+                kept *= 1.0 - t * t
             where = kept_ptr + rows.to(tl.int64)[:, None] * stride_kept + (tile * BN + tl.arange(0, BN))[None, :]
             tl.store(where, kept.to(kept_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < V)[None, :])
             tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)

@@ -21,7 +21,7 @@ from rl.logprobs import HeadRequest, LogprobHead
 from rl.losses import LossSpec
 from rl.models import LoadedModel, is_lora
 from rl.packing import PackedBatch, choose_layout, collate, plan, unit_cost, units
-from rl.types import AdamParams, Datum
+from rl.types import AdamParams, Datum, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Learner:
         self.is_lora = is_lora(self.model)
         self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
         self.has_gradient = False
-        self.last_temperature: float | None = None
+        self._forget_sampling()
 
     # ------------------------------------------------------------------------------------------------ forward, backward
 
@@ -187,8 +187,35 @@ class Learner:
         self.adam.step()
         self.optimizer.zero_grad()
         self.version += 1
-        self.last_temperature = None  # of samples at this version; there are none yet
+        self._forget_sampling()
         return {"grad_norm": float(norm)}
+
+    # ---------------------------------------------------------------------------------------- what was sampled from it
+
+    def _forget_sampling(self) -> None:
+        """At a new version: nothing has been sampled from it yet."""
+        self.last_temperature: float | None = None
+        self._truncated = self._untruncated = False
+
+    def note_sampling(self, params: Sequence[SamplingParams]) -> None:
+        """Remembers how this version was sampled from; greedy samples are for looking at, not for training."""
+        for one in params:
+            if one.temperature > 0:
+                self.last_temperature = one.temperature
+                truncated = one.top_k != -1 or one.top_p < 1
+                self._truncated, self._untruncated = self._truncated or truncated, self._untruncated or not truncated
+
+    def refuse_truncated_samples(self) -> None:
+        """Raises ValueError where every sample of this version was drawn with top-k or top-p.
+
+        Their logprobs are of the renormalised, truncated distribution, the learner's of the whole one: ratios would be
+        wrong at every token, by a factor that no clip is meant for.
+        """
+        if self._truncated and not self._untruncated:
+            raise ValueError(
+                "all samples of these weights were drawn with top_k or top_p, whose logprobs are not those of the distribution "
+                "that is trained: sample training data with top_k=-1 and top_p=1"
+            )
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad()

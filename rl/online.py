@@ -14,7 +14,7 @@ def train_online(stage: Stage) -> None:
     for batch in stage.batches():
         builders = stage.groups(stage.problems.batch(batch, stage.loop.batch_size, stage.seed), stage.method.group_size)
         rollouts = rollout(builders, sampler, stage.sampling_params, seed=derive_seed(stage.seed, "sample", batch))  # 1, 2
-        stage.check(rollouts)
+        stage.check(rollouts, sampler)
         datums = stage.method.credit(rollouts.groups, stage.models)  # 3, 4
         metrics = stage.method.learn(stage.models, datums, stage.progress(batch))  # 5
         sampler = stage.next_sampler(sampler)

@@ -33,6 +33,12 @@ class SamplingClient(IsItsOwnFuture):
     def info(self) -> dict[str, Any]:
         return self._info if self._info is not None else self._created.result()
 
+    @property
+    def version(self) -> int:
+        """How many updates the weights had seen when they were taken; samples carry it."""
+        created = self._created.result()
+        return created if isinstance(created, int) else created["version"]
+
     def sample(
         self,
         prompt: ModelInput,

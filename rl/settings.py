@@ -115,6 +115,10 @@ class SamplingSettings:
     """Longest answer, in tokens."""
     temperature: float = 0.8
     """Of training samples; the learner scores at the same one."""
+    top_k: int = -1
+    """Only -1 (no truncation): top-k samples have logprobs that the learner cannot score."""
+    top_p: float = 1.0
+    """Only 1 (no truncation), for the same reason."""
     eval_temperature: float | None = None
     """Of held-out samples (0: greedy); by default the training temperature."""
     eval_greedy: bool = True
@@ -130,6 +134,11 @@ class SamplingSettings:
         _at_least("max_tokens", self.max_tokens, 1)
         if not self.temperature > 0:
             raise ValueError(f"training samples need a temperature above 0 (greedy samples do not differ), got {self.temperature}")
+        if self.top_k != -1 or self.top_p != 1:
+            raise ValueError(
+                f"training samples are not truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner scores the whole "
+                "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py take them)"
+            )
         if self.eval_temperature is not None:
             _at_least("eval_temperature", self.eval_temperature, 0)
 

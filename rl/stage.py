@@ -113,13 +113,16 @@ class Stage:
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps)
 
-    def check(self, rollouts: Rollouts) -> None:
-        """Names rewards that failed (each kind once); ends the run where none worked."""
+    def check(self, rollouts: Rollouts, sampler: SamplingClient) -> None:
+        """Names rewards that failed (each kind once); ends the run where none worked, or samples are of other weights."""
         if rollouts.errors:
             kind = rollouts.errors[0].split(" (prompt")[0]
             if kind not in self._said:
                 self._said.add(kind)
                 self.console.warn(f"{len(rollouts.errors)} samples were left out of this batch: {rollouts.errors[0]}")
+        versions = {turn.ac.version for g in rollouts.groups for t in g.trajectories_G for turn in t.transitions}
+        if versions - {sampler.version}:
+            raise RuntimeError(f"samples of versions {sorted(map(str, versions))} where version {sampler.version} of the weights was expected")
         if not rollouts.groups:
             raise EveryRewardFailed(f"the reward failed on every sample of the batch: {rollouts.errors[0]}")
 
@@ -182,7 +185,7 @@ class Stage:
         start = time.perf_counter()
         builders = self.groups(list(self.test_problems), 1)
         result = rollout(builders, sampler, self.eval_params, seed=derive_seed(self.seed, "test"))
-        self.check(result)
+        self.check(result, sampler)
         metrics = group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
         accuracy, held_out = metrics.get(HELD_OUT), self.held_out

@@ -144,6 +144,8 @@ class Worker:
         """Outputs in the order of `datums`, and metrics summed over ranks."""
         learner = self.learners[model_id]
         loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
+        if backward and datums and "advantages" in loss.required:
+            learner.refuse_truncated_samples()
         settings = dict(config)
         temperature = settings.pop("temperature", None)
         if temperature is None:
@@ -193,7 +195,7 @@ class Worker:
         decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind)
         owner = next((i for i, s in self.specs.items() if s == spec and self.learners[i].version == version), None)
         self.versions[version_id] = SamplerVersion(decoder, loaded, version, self.learners.get(owner) if owner is not None else None)
-        return self._info(loaded, spec)
+        return {**self._info(loaded, spec), "version": version}
 
     def forget_version(self, version_id: int) -> None:
         self.versions.pop(version_id, None)
@@ -217,9 +219,8 @@ class Worker:
         for response in responses:
             for sequence in response.sequences:
                 sequence.version = source.version
-        temperatures = [r.params.temperature for r in requests if r.params.temperature > 0]
-        if temperatures and source.learner is not None and source.learner.version == source.version:
-            source.learner.last_temperature = temperatures[-1]
+        if source.learner is not None and source.learner.version == source.version:
+            source.learner.note_sampling([r.params for r in requests])
         parts = self.objects.gather((mine, responses, asdict(engine.counters)))
         if parts is None:
             return [], {}

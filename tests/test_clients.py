@@ -220,6 +220,16 @@ def test_the_wrong_temperature_would_be_seen(client):
     assert largest_difference(output, datums) > 0.05
 
 
+def test_truncated_samples_are_not_trained_on(client):
+    sampler = client.save_weights_and_get_sampling_client()
+    sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2, top_p=0.5)).result()
+    with pytest.raises(ValueError, match="top_k=-1 and top_p=1"):
+        client.forward_backward(random_datums(2), "ppo").result()
+    client.forward_backward([], "ppo").result()
+    sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2)).result()  # an evaluation beside it may be truncated
+    client.forward_backward(random_datums(2), "ppo").result()
+
+
 def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(client):
     train(client)
     path = client.save_weights_for_sampler("a").result().path

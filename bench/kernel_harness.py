@@ -1,0 +1,65 @@
+"""How a kernel is timed: device time on CUDA (events around each call, L2 flushed before it), wall time elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds: median, 20% and 80% quantiles; and the bytes allocated above what was held before (CUDA; else 0)."""
+
+    median: float
+    low: float
+    high: float
+    peak_bytes: int
+
+
+def quantiles(samples: list[float]) -> tuple[float, float, float]:
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    cuts = statistics.quantiles(samples, n=5, method="inclusive")
+    return statistics.median(samples), cuts[0], cuts[3]
+
+
+def once(step: Callable[[], object], device: str, flush: torch.Tensor | None) -> float:
+    """Milliseconds of one call."""
+    if device != "cuda":
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+    assert flush is not None
+    flush.zero_()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure(steps: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, Timing]:
+    """Each step `repeats` times after one warm-up; the order turns around every round, so that no one always runs first."""
+    flush = torch.empty(64 << 20, dtype=torch.int32, device=device) if device == "cuda" else None
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    peaks = dict.fromkeys(steps, 0)
+    for name, step in steps.items():
+        if device == "cuda":
+            step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            torch.cuda.synchronize()
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+        else:
+            step()
+    for round_ in range(repeats):
+        for name in list(steps) if round_ % 2 == 0 else list(steps)[::-1]:
+            samples[name].append(once(steps[name], device, flush))
+    return {name: Timing(*quantiles(samples[name]), peaks[name]) for name in steps}

@@ -1,0 +1,219 @@
+"""Times the kernels against their floors and against other implementations, in one process and one table.
+
+    python bench/kernels.py --help
+    python bench/kernels.py --quick                        # one model, 4096 tokens; two minutes on a GPU
+    python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv --plot runs/kernels.png
+    python bench/kernels.py --device cpu                   # a tiny head; shows that everything runs, not how fast
+
+Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss, gae. Every provider gets the same seeded gradient
+for each token's logprob, takes its turn in alternating order, and is compared with float64 on a few rows. One that cannot run
+says why. "floor" is the least time its own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); ratios mean nothing elsewhere.
+Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.kernel_harness import Timing, measure  # noqa: E402
+from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider, plain  # noqa: E402
+from bench.shapes import SHAPES, TINY, TOKENS, Shape, copy_floor_ms, floor_ms  # noqa: E402
+from kernels import gae, policy_loss, token_logprob  # noqa: E402
+
+COLUMNS = "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms floor_ms ratio peak_mb error".split()
+Row = dict[str, object]
+
+
+def row(operation: str, name: str, memory: str, phase: str, p: Problem, timing: Timing, floor: float, error: float) -> Row:
+    shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
+    sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
+    times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
+    figures = [*times, f"{timing.median / floor:.2f}", f"{timing.peak_bytes / 1e6:.0f}", f"{error:.1e}"]
+    return dict(zip(COLUMNS, [operation, name, memory, phase, *sizes, *figures], strict=True))
+
+
+def error_of(logp: torch.Tensor, p: Problem) -> float:
+    """The largest error of the first 16 tokens' logprobs against float64."""
+    with torch.no_grad():
+        exact = plain64(p)
+        return (logp[:16].double() - exact).abs().max().item()
+
+
+def plain64(p: Problem) -> torch.Tensor:
+    logits = p.x[:16].double() @ p.w.double().t()
+    logits = logits if p.shape.softcap is None else p.shape.softcap * torch.tanh(logits / p.shape.softcap)
+    return logits.log_softmax(-1).gather(-1, p.y[:16, None]).squeeze(-1)
+
+
+def head_steps(provider: Provider, p: Problem) -> dict[str, Callable[[], object]]:
+    """Forward, backward (over a kept graph) and both, of one provider."""
+
+    def both() -> None:
+        p.x.grad = p.w.grad = None
+        provider.logprobs(p).backward(p.upstream)
+
+    def forward() -> torch.Tensor:
+        with torch.enable_grad():
+            return provider.logprobs(p)
+
+    graph: list[torch.Tensor] = []
+
+    def backward() -> None:
+        if not graph:
+            graph.append(provider.logprobs(p))
+        torch.autograd.grad(graph[0], [t for t in (p.x, p.w) if t.requires_grad], p.upstream, retain_graph=True)
+
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+def bench_head(shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int) -> list[Row]:
+    rows: list[Row] = []
+    phases: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}, "both": {}}
+    problems, errors = {}, {}
+    for provider in (provider for provider in PROVIDERS if provider.name in names):
+        p = Problem.make(shape, tokens, device, dtype, provider.frozen)
+        try:
+            logp = provider.logprobs(p)
+            logp.backward(p.upstream)
+        except CannotRun as reason:
+            print(f"  {provider.name}: left out: {reason}")
+            continue
+        except (RuntimeError, ImportError, NotImplementedError, TypeError, ValueError, AssertionError) as failure:
+            # Others' code: any failure is theirs to have, and the rest of the table is still wanted.
+            print(f"  {provider.name}: left out: {type(failure).__name__}: {str(failure).splitlines()[0][:120]}")
+            continue
+        problems[provider.name], errors[provider.name] = p, error_of(logp.detach(), p)
+        del logp
+        p.x.grad = p.w.grad = None
+        for phase, step in head_steps(provider, p).items():
+            phases[phase][provider.name] = step
+    for phase, steps in phases.items():
+        for name, timing in measure(steps, device, repeats).items():
+            provider = next(provider for provider in PROVIDERS if provider.name == name)
+            forward = 2 if name != "ours_frozen" else 4
+            products = {"forward": forward, "backward": max(provider.products - forward, 0.01), "both": provider.products}[phase]
+            floor = floor_ms(products, tokens, shape)
+            rows.append(row("linear_logprob", name, provider.memory, phase, problems[name], timing, floor, errors[name]))
+    return rows
+
+
+def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> list[Row]:
+    """token_logprob: the floor is one read forward, one read and one write backward."""
+    p = Problem.make(shape, tokens, device, dtype)
+    with torch.no_grad():
+        logits = torch.nn.functional.linear(p.x, p.w)
+        exact = logits[:16].double().log_softmax(-1).gather(-1, p.y[:16, None]).squeeze(-1)
+    error = (token_logprob(logits, p.y)[0][:16].double() - exact).abs().max().item()
+
+    def ours() -> None:
+        token_logprob(logits.detach().requires_grad_(), p.y, inplace_backward=False)[0].backward(p.upstream)
+
+    def torch_plain() -> None:
+        leaf = logits.detach().requires_grad_()
+        leaf.float().log_softmax(-1).gather(-1, p.y[:, None]).squeeze(-1).backward(p.upstream)
+
+    steps: dict[str, Callable[[], object]] = {"ours": ours, "torch": torch_plain}
+    steps |= {"ours forward": lambda: token_logprob(logits, p.y)}
+    size, rows = logits.numel() * logits.element_size(), []
+    for name, timing in measure(steps, device, repeats).items():
+        phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
+        rows.append(row("token_logprob", name.split()[0], "logits", phase, p, timing, copy_floor_ms(copies * size), error))
+    return rows
+
+
+def bench_tokens(tokens: int, device: str, repeats: int) -> list[Row]:
+    """policy_loss and gae: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms for 32k tokens."""
+    p = Problem.make(Shape(model="tokens", D=1, V=2), tokens, device, torch.float32)
+    logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
+    cu = torch.arange(0, tokens + 1, max(tokens // 32, 1), device=device)
+    cu[-1] = tokens
+    steps: dict[str, Callable[[], object]] = {
+        "policy_loss": lambda: policy_loss(logp, old, advantage, kind="ppo"),
+        "gae": lambda: gae(logp, old, cu, 0.99, 0.95),
+    }
+    timings = measure(steps, device, repeats)
+    return [row(name, "ours", "flat", "forward", p, t, copy_floor_ms(32 * tokens), 0.0) for name, t in timings.items()]
+
+
+def show(rows: list[Row]) -> None:
+    for r in rows:
+        label = f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} {r['model']:13s} {r['tokens']:>6}"
+        times = f"{r['median_ms']:>11} ms [{r['low_ms']}, {r['high_ms']}]"
+        print(f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  error {r['error']}")
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Ratio to the floor, forward and backward together, one group of bars a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    chosen = [r for r in rows if r["operation"] == "linear_logprob" and r["phase"] == "both"]
+    labels = list(dict.fromkeys(f"{r['model']}\n{r['tokens']}" for r in chosen))
+    names = list(dict.fromkeys(str(r["provider"]) for r in chosen))
+    figure, axes = plt.subplots(figsize=(max(6, 2 * len(labels)), 4))
+    for i, name in enumerate(names):
+        mine = {f"{r['model']}\n{r['tokens']}": float(str(r["ratio"])) for r in chosen if r["provider"] == name}
+        axes.bar([k + 0.8 * i / len(names) for k in range(len(labels))], [mine.get(x, 0.0) for x in labels], 0.8 / len(names), label=name)
+    axes.set_xticks([k + 0.4 for k in range(len(labels))], labels)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("time / floor of the provider's own algorithm")
+    axes.set_title(f"linear_logprob, forward and backward ({chosen[0]['device'] if chosen else ''})")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [shape.model for shape in (*SHAPES, TINY)]
+    parser.add_argument("--models", nargs="+", choices=names, help="default: all on CUDA, the tiny head elsewhere")
+    parser.add_argument("--tokens", nargs="+", type=int, help=f"default: {TOKENS} on CUDA, 256 elsewhere")
+    parser.add_argument("--providers", nargs="+", default=[p.name for p in PROVIDERS], choices=[p.name for p in PROVIDERS])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default=None, choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on CUDA")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="Qwen3-1.7B (off CUDA the tiny head), 4096 (256) tokens, 10 repeats")
+    parser.add_argument("--csv", type=Path, default=None, help="default: bench/results/kernels_<device>.csv")
+    parser.add_argument("--plot", type=Path, default=None, help="write a plot there")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    models = args.models or ((["Qwen3-1.7B"] if args.quick else names[:-1]) if cuda else ["tiny"])
+    tokens_list = args.tokens or (([4096] if args.quick else list(TOKENS)) if cuda else [256])
+    dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
+    repeats = min(args.repeats, 10) if args.quick else args.repeats
+    print(f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, {dtype}, {repeats} repeats")
+    rows: list[Row] = []
+    for shape in (shape for shape in (*SHAPES, TINY) if shape.model in models):
+        for tokens in tokens_list:
+            fresh = bench_head(shape, tokens, args.device, dtype, args.providers, repeats)
+            fresh += bench_logits(shape, tokens, args.device, dtype, repeats)
+            show(fresh)
+            rows += fresh
+    fresh = bench_tokens(32_768, args.device, repeats)
+    show(fresh)
+    rows += fresh
+    path = args.csv or Path(__file__).resolve().parent / "results" / f"kernels_{args.device}_table.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {path}")
+    if args.plot:
+        plot(rows, args.plot)
+        print(f"wrote {args.plot}")
+
+
+if __name__ == "__main__":
+    main()
