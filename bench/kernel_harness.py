@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,23 +28,35 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
     return statistics.median(samples), cuts[0], cuts[3]
 
 
-def once(step: Callable[[], object], device: str, flush: torch.Tensor | None) -> float:
+@dataclass(frozen=True)
+class Step:
+    """What is timed: `run`, on what `prepare` made (not timed) just before."""
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
+
+    def __call__(self) -> object:
+        return self.run(self.prepare())
+
+
+def once(step: Step, device: str, flush: torch.Tensor | None) -> float:
     """Milliseconds of one call."""
+    state = step.prepare()
     if device != "cuda":
         start = time.perf_counter()
-        step()
+        step.run(state)
         return (time.perf_counter() - start) * 1e3
     assert flush is not None
     flush.zero_()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    step()
+    step.run(state)
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end)
 
 
-def measure(steps: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, Timing]:
+def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timing]:
     """Each step `repeats` times after one warm-up; the order turns around every round, so that no one always runs first."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device=device) if device == "cuda" else None
     samples: dict[str, list[float]] = {name: [] for name in steps}

@@ -7,7 +7,8 @@
 
 Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss, gae. Every provider gets the same seeded gradient
 for each token's logprob, takes its turn in alternating order, and is compared with float64 on a few rows. One that cannot run
-says why. "floor" is the least time its own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); ratios mean nothing elsewhere.
+says why. "floor" is the least time its own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
+no ratio is given.
 Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
 """
 
@@ -16,15 +17,14 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.kernel_harness import Timing, measure  # noqa: E402
-from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider, plain  # noqa: E402
+from bench.kernel_harness import Step, Timing, measure  # noqa: E402
+from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider  # noqa: E402
 from bench.shapes import SHAPES, TINY, TOKENS, Shape, copy_floor_ms, floor_ms  # noqa: E402
 from kernels import gae, policy_loss, token_logprob  # noqa: E402
 
@@ -36,7 +36,8 @@ def row(operation: str, name: str, memory: str, phase: str, p: Problem, timing: 
     shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
     sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
     times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
-    figures = [*times, f"{timing.median / floor:.2f}", f"{timing.peak_bytes / 1e6:.0f}", f"{error:.1e}"]
+    ratio = f"{timing.median / floor:.2f}" if p.x.is_cuda else "nan"  # the floors are an H100's
+    figures = [*times, ratio, f"{timing.peak_bytes / 1e6:.0f}", f"{error:.1e}"]
     return dict(zip(COLUMNS, [operation, name, memory, phase, *sizes, *figures], strict=True))
 
 
@@ -53,30 +54,25 @@ def plain64(p: Problem) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, p.y[:16, None]).squeeze(-1)
 
 
-def head_steps(provider: Provider, p: Problem) -> dict[str, Callable[[], object]]:
-    """Forward, backward (over a kept graph) and both, of one provider."""
+def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
+    """Forward, backward (after a forward that is not timed) and both, of one provider."""
 
-    def both() -> None:
+    def fresh() -> None:
         p.x.grad = p.w.grad = None
-        provider.logprobs(p).backward(p.upstream)
 
-    def forward() -> torch.Tensor:
-        with torch.enable_grad():
-            return provider.logprobs(p)
+    def prepared() -> torch.Tensor:
+        fresh()
+        return provider.logprobs(p)
 
-    graph: list[torch.Tensor] = []
-
-    def backward() -> None:
-        if not graph:
-            graph.append(provider.logprobs(p))
-        torch.autograd.grad(graph[0], [t for t in (p.x, p.w) if t.requires_grad], p.upstream, retain_graph=True)
-
+    forward = Step(lambda _: provider.logprobs(p))
+    backward = Step(lambda logp: logp.backward(p.upstream), prepared)
+    both = Step(lambda _: provider.logprobs(p).backward(p.upstream), fresh)
     return {"forward": forward, "backward": backward, "both": both}
 
 
 def bench_head(shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int) -> list[Row]:
     rows: list[Row] = []
-    phases: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}, "both": {}}
+    phases: dict[str, dict[str, Step]] = {"forward": {}, "backward": {}, "both": {}}
     problems, errors = {}, {}
     for provider in (provider for provider in PROVIDERS if provider.name in names):
         p = Problem.make(shape, tokens, device, dtype, provider.frozen)
@@ -113,15 +109,14 @@ def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, rep
         exact = logits[:16].double().log_softmax(-1).gather(-1, p.y[:16, None]).squeeze(-1)
     error = (token_logprob(logits, p.y)[0][:16].double() - exact).abs().max().item()
 
-    def ours() -> None:
-        token_logprob(logits.detach().requires_grad_(), p.y, inplace_backward=False)[0].backward(p.upstream)
+    def ours(_: None) -> None:
+        token_logprob(logits.detach().requires_grad_(), p.y)[0].backward(p.upstream)
 
-    def torch_plain() -> None:
+    def torch_plain(_: None) -> None:
         leaf = logits.detach().requires_grad_()
         leaf.float().log_softmax(-1).gather(-1, p.y[:, None]).squeeze(-1).backward(p.upstream)
 
-    steps: dict[str, Callable[[], object]] = {"ours": ours, "torch": torch_plain}
-    steps |= {"ours forward": lambda: token_logprob(logits, p.y)}
+    steps = {"ours": Step(ours), "torch": Step(torch_plain), "ours forward": Step(lambda _: token_logprob(logits, p.y))}
     size, rows = logits.numel() * logits.element_size(), []
     for name, timing in measure(steps, device, repeats).items():
         phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
@@ -135,9 +130,9 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> list[Row]:
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
     cu = torch.arange(0, tokens + 1, max(tokens // 32, 1), device=device)
     cu[-1] = tokens
-    steps: dict[str, Callable[[], object]] = {
-        "policy_loss": lambda: policy_loss(logp, old, advantage, kind="ppo"),
-        "gae": lambda: gae(logp, old, cu, 0.99, 0.95),
+    steps = {
+        "policy_loss": Step(lambda _: policy_loss(logp, old, advantage, kind="ppo")),
+        "gae": Step(lambda _: gae(logp, old, cu, 0.99, 0.95)),
     }
     timings = measure(steps, device, repeats)
     return [row(name, "ours", "flat", "forward", p, t, copy_floor_ms(32 * tokens), 0.0) for name, t in timings.items()]

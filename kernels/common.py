@@ -6,7 +6,9 @@ Shape letters of this package: T tokens, N tokens that take part, D hidden, V vo
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -48,9 +50,19 @@ class Head:
         return 1.0 / self.temperature
 
 
+@cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
 def triton_works(tensor: Tensor) -> bool:
     """Whether Triton kernels can run on this tensor: on CUDA, with triton installed."""
-    return tensor.is_cuda and find_spec("triton") is not None
+    return tensor.is_cuda and _triton_installed()
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_head(name: str, temperature: float, softcap: float | None) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common import check_same_device, check_sequences, check_tokens, triton_works
+from kernels.common import check_same_device, check_sequences, check_tokens, on_device, triton_works
 
 NAME = "discounted_scan"
 
@@ -69,7 +69,8 @@ def scan_op(x: Tensor, cu_seqlens: Tensor, discount: float, mask: Tensor | None,
     if triton_works(x):
         from kernels.discounted_scan_triton import scan
 
-        return scan(x, None, cu_seqlens, mask, None, discount, 1.0, from_start)
+        with on_device(x):
+            return scan(x, None, cu_seqlens, mask, None, discount, 1.0, from_start)
     if not from_start:
         return _torch_scan(x, None, cu_seqlens, mask, None, discount, 1.0)
     flipped_mask = None if mask is None else mask.flip(0)
@@ -91,7 +92,8 @@ def gae_op(
     if triton_works(reward):
         from kernels.discounted_scan_triton import scan
 
-        return scan(reward, value, cu_seqlens, mask, bootstrap, gamma, lam, False)
+        with on_device(reward):
+            return scan(reward, value, cu_seqlens, mask, bootstrap, gamma, lam, False)
     return _torch_scan(reward, value, cu_seqlens, mask, bootstrap, gamma, lam)
 
 

@@ -20,6 +20,7 @@ from kernels.common import (
     check_head,
     check_matmul,
     check_same_device,
+    on_device,
     put,
     rows_of,
     take,
@@ -150,7 +151,8 @@ def forward_op(
     work = forward
     if triton_works(xs):
         from kernels.distill_kl_triton import forward as work  # type: ignore[no-redef]
-    kl, lse_s, lse_t, rest = work(take(xs, rows), ws, take(xt, rows), wt, student, teacher, kind, beta)
+    with on_device(xs):
+        kl, lse_s, lse_t, rest = work(take(xs, rows), ws, take(xt, rows), wt, student, teacher, kind, beta)
     return put(kl, rows, len(xs)), put(lse_s, rows, len(xs)), put(lse_t, rows, len(xs)), put(rest, rows, len(xs))
 
 
@@ -176,9 +178,10 @@ def backward_op(
     if triton_works(xs):
         from kernels.distill_kl_triton import backward as work  # type: ignore[no-redef]
     scalars = (take(t, rows) for t in (g, lse_s, lse_t, rest))
-    dx, dw = work(
-        take(xs, rows), ws, take(xt, rows), wt, student, teacher, kind, beta, *scalars, need_x=need[0], need_w=need[1]
-    )  # fmt: skip
+    with on_device(xs):
+        dx, dw = work(
+            take(xs, rows), ws, take(xt, rows), wt, student, teacher, kind, beta, *scalars, need_x=need[0], need_w=need[1]
+        )  # fmt: skip
     return empty if dx is None else put(dx, rows, len(xs)), empty.clone() if dw is None else dw
 
 

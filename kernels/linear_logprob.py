@@ -26,6 +26,7 @@ from kernels.common import (
     check_matmul,
     check_same_device,
     check_target,
+    on_device,
     put,
     rows_of,
     take,
@@ -80,12 +81,13 @@ def _forward(
         logp, ent, lse = hidden.new_zeros((3, tokens), dtype=torch.float32).clone().unbind(0)
         return logp.clone(), ent.clone(), lse.clone(), kept.zero_(), exponents
     backend = _backend(hidden)
-    if plan == "saved":
-        keep = (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
-        out = backend.saved_forward(x, weight, y, bias, head, *keep, entropy=entropy)
-    else:
-        out = backend.forward(x, weight, y, bias, head, entropy=entropy, expected=plan == "expected")
-        kept = put(out.expected, rows, tokens) if plan == "expected" else kept
+    with on_device(hidden):
+        if plan == "saved":
+            keep = (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
+            out = backend.saved_forward(x, weight, y, bias, head, *keep, entropy=entropy)
+        else:
+            out = backend.forward(x, weight, y, bias, head, entropy=entropy, expected=plan == "expected")
+    kept = put(out.expected, rows, tokens) if plan == "expected" else kept
     return put(out.logp, rows, tokens), put(out.entropy, rows, tokens), put(out.lse, rows, tokens), kept, exponents
 
 
@@ -129,9 +131,11 @@ def _gradients(
         # Kept rows are those that took part in the forward, closed up; the k-th used row is row k there.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
         keep = (kept, exponents) if exponents.numel() else (kept,)
-        grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **wanted)
+        with on_device(hidden):
+            grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **wanted)
     else:
-        grads = backend.backward(x, weight, y, bias, head, co, lse, **wanted)
+        with on_device(hidden):
+            grads = backend.backward(x, weight, y, bias, head, co, lse, **wanted)
     return _filled(hidden, Gradients(None if grads.x is None else put(grads.x, rows, hidden.shape[0]), grads.w, grads.bias))
 
 

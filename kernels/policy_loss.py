@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common import check_same_device, check_sequences, check_tokens, triton_works
+from kernels.common import check_same_device, check_sequences, check_tokens, on_device, triton_works
 
 NAME = "policy_loss"
 KINDS = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -85,9 +85,10 @@ def forward_op(
     if triton_works(logp):
         from kernels.policy_loss_triton import policy_loss_pass
 
-        sums, grad = policy_loss_pass(
-            logp, old, advantage, mask, ref, low_T, high_T, cu_seqlens, kind, low, high, beta, kl_coef, kl_kind
-        )  # fmt: skip
+        with on_device(logp):
+            sums, grad = policy_loss_pass(
+                logp, old, advantage, mask, ref, low_T, high_T, cu_seqlens, kind, low, high, beta, kl_coef, kl_kind
+            )
     else:
         flat = [t if t is None else t.float() for t in (logp, old, advantage, ref, low_T, high_T)]
         lower, upper = (low if flat[4] is None else flat[4]), (high if flat[5] is None else flat[5])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common import FLOATS, LN2, LOW, Head, check_head, check_same_device, check_target, target_rows, triton_works
+from kernels.common import FLOATS, LN2, LOW, Head, check_head, check_same_device, check_target, on_device, put, target_rows, triton_works
 from kernels.linear_logprob_torch import BLOCK, Coefficients, coefficients, logit_gradient
 
 NAME = "token_logprob"
@@ -26,14 +26,19 @@ def _scaled(logits: Tensor, head: Head) -> Tensor:
     return z if head.softcap is None else z.tanh_().mul_(head.out_scale)
 
 
+def _pick(rows: Tensor, mask: Tensor) -> Tensor:
+    """rows[mask], without a copy where the mask keeps all of them."""
+    return rows if bool(mask.all()) else rows[mask]
+
+
 def _torch_forward(logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.zeros((3, len(y_T)), dtype=torch.float32, device=logits_TV.device)
     chunks = _chunks(logits_TV)
     for lo in chunks:
         y = y_T[lo : lo + chunks.step]
         used = y != ignore_index
-        z = _scaled(logits_TV[lo : lo + chunks.step][used], head)
-        at_target = z.gather(1, y[used].unsqueeze(1)).squeeze(1)
+        z = _scaled(_pick(logits_TV[lo : lo + chunks.step], used), head)
+        at_target = z.gather(1, _pick(y, used).unsqueeze(1)).squeeze(1)
         m = z.amax(1, keepdim=True)
         e = torch.exp2(z.sub_(m))
         total = e.sum(1)
@@ -50,15 +55,16 @@ def _torch_backward(logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients
     for lo in chunks:
         rows = slice(lo, lo + chunks.step)
         active = active_T[rows]
-        a, b, c = (t if t is None else t[rows][active] for t in co)
-        z = _scaled(logits_TV[rows][active], head)
+        a, b, c = (t if t is None else _pick(t[rows], active) for t in co)
+        z = _scaled(_pick(logits_TV[rows], active), head)
         slope = None if head.softcap is None else 1.0 - (z / head.out_scale).square_()
-        z.sub_((lse_T[rows][active] / LN2).unsqueeze(1))
-        dz = logit_gradient(z, y_T[rows][active], Coefficients(a, b, c), head.grad_scale, torch.empty_like(z))  # type: ignore[arg-type]
+        z.sub_((_pick(lse_T[rows], active) / LN2).unsqueeze(1))
+        dz = logit_gradient(z, _pick(y_T[rows], active), Coefficients(a, b, c), head.grad_scale, torch.empty_like(z))  # type: ignore[arg-type]
         dz = dz if slope is None else dz.mul_(slope)
-        if not bool(active.all()):
-            out_TV[rows][~active] = 0.0  # an assignment through a mask: writes in place
-        out_TV[rows][active] = dz.to(out_TV.dtype)
+        if bool(active.all()):
+            out_TV[rows] = dz
+        else:
+            out_TV[rows] = out_TV.new_zeros(()) if len(dz) == 0 else put(dz, active.nonzero().squeeze(1), len(active))
 
 
 # -------------------------------------------------------------------------------------------------------- custom ops
@@ -74,7 +80,8 @@ def forward_op(
     if triton_works(logits) and logits.numel():
         from kernels.token_logprob_triton import forward
 
-        return forward(logits, target, head, ignore_index)
+        with on_device(logits):
+            return forward(logits, target, head, ignore_index)
     return _torch_forward(logits, target, head, ignore_index)
 
 
@@ -94,7 +101,8 @@ def _gradient(
     if triton_works(logits) and logits.numel():
         from kernels.token_logprob_triton import backward
 
-        backward(logits, target, Head(temperature, softcap), co, lse, out)
+        with on_device(logits):
+            backward(logits, target, Head(temperature, softcap), co, lse, out)
     else:
         _torch_backward(logits, target, Head(temperature, softcap), co, lse, out)
 

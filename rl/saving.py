@@ -26,11 +26,15 @@ def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _write_model(loaded: LoadedModel, folder: Path, *, merged: bool = False) -> None:
+def _model_bytes(model: Any, merged: bool = False) -> int:
+    adapter_only = is_lora(model) and not merged
+    return _bytes({name: p for name, p in model.named_parameters() if p.requires_grad or not adapter_only})
+
+
+def _write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool = False) -> None:
     """A plain folder that transformers (or PEFT) loads: weights in safetensors, config, generation config, tokenizer."""
     from huggingface_hub import save_torch_state_dict
 
-    model = loaded.model
     if is_lora(model) and merged:
         model = _merged_copy(model)
     folder.mkdir(exist_ok=True)
@@ -44,8 +48,8 @@ def _write_model(loaded: LoadedModel, folder: Path, *, merged: bool = False) -> 
             model.generation_config.save_pretrained(str(folder))
         tied = list(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
         save_torch_state_dict(model.state_dict(), str(folder), shared_tensors_to_discard=tied)
-    if loaded.tokenizer is not None:
-        loaded.tokenizer.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
 
 
 def _merged_copy(model: Any) -> Any:
@@ -80,32 +84,41 @@ def save_state(
     learner: Learner,
     spec: ModelSpec,
     path: Path,
-    rng_by_rank: Sequence[Tensor],
+    rng_by_rank: Sequence[Tensor] | None,
     metadata: Mapping[str, Any],
     ttl_seconds: float | None,
 ) -> None:
-    """Weights, optimizer, generator states and the caller's metadata (JSON), whole or not at all."""
+    """Weights, optimizer, generator states and the caller's metadata (JSON), whole or not at all. Written by rank 0.
+
+    All ranks call it, since weights may have to be put together. What can be wrong with the arguments is found on all of
+    them before that, what can be wrong with the disk on rank 0 afterwards: nobody is left waiting.
+    """
     from safetensors.torch import save_file
 
     if learner.has_gradient:
         raise UserError("save_state between forward_backward and optim_step would lose the gradient: call optim_step first")
-    state = _state(learner, spec, metadata)
-    text = json.dumps(state, indent=1)  # before the disk is touched: metadata that is no JSON fails here
+    text = json.dumps(_state(learner, spec, metadata), indent=1)  # metadata that is no JSON fails here
     optimizer = {name: t.detach().cpu().contiguous() for name, t in learner.optimizer_tensors().items()}
-    model_bytes = _bytes(learner.trainable if is_lora(learner.model) else dict(learner.model.named_parameters()))
-    with checkpoint.writing(path, expected_bytes=model_bytes + _bytes(optimizer), ttl_seconds=ttl_seconds) as folder:
-        _write_model(learner.loaded, folder / "model")
-        save_file(optimizer, str(folder / "optimizer.safetensors"))
-        save_file({f"rank{r}": rng for r, rng in enumerate(rng_by_rank)}, str(folder / "rng.safetensors"))
-        (folder / "state.json").write_text(text)
+    with learner.whole_model(adapter_only=learner.is_lora) as model:
+        if model is None:
+            return
+        assert rng_by_rank is not None
+        expected = _model_bytes(model) + _bytes(optimizer)
+        with checkpoint.writing(path, expected_bytes=expected, ttl_seconds=ttl_seconds) as folder:
+            _write_model(model, learner.loaded.tokenizer, folder / "model")
+            save_file(optimizer, str(folder / "optimizer.safetensors"))
+            save_file({f"rank{r}": rng for r, rng in enumerate(rng_by_rank)}, str(folder / "rng.safetensors"))
+            (folder / "state.json").write_text(text)
 
 
 def save_for_sampler(learner: Learner, spec: ModelSpec, path: Path, merged: bool, ttl_seconds: float | None) -> None:
-    """Weights alone: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`."""
-    tensors = learner.trainable if is_lora(learner.model) and not merged else dict(learner.model.named_parameters())
-    with checkpoint.writing(path, expected_bytes=_bytes(tensors), ttl_seconds=ttl_seconds) as folder:
-        _write_model(learner.loaded, folder, merged=merged)
-        (folder / "state.json").write_text(json.dumps(_state(learner, spec, {}), indent=1))
+    """Weights alone: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`. All ranks call it."""
+    with learner.whole_model(adapter_only=learner.is_lora and not merged) as model:
+        if model is None:
+            return
+        with checkpoint.writing(path, expected_bytes=_model_bytes(model, merged), ttl_seconds=ttl_seconds) as folder:
+            _write_model(model, learner.loaded.tokenizer, folder, merged=merged)
+            (folder / "state.json").write_text(json.dumps(_state(learner, spec, {}), indent=1))
 
 
 def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ same order; inside one, work is split and results come back to rank 0.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from rl import distributed, saving
+from rl.launch import make_accelerator
 from rl.learner import Learner, LearnerSettings
 from rl.losses import LossSpec, get_loss
 from rl.models import LoadedModel, add_lora, load_model
@@ -69,18 +69,8 @@ class Worker:
     """One rank's models, sampler versions, and the verbs on them."""
 
     def __init__(self, settings: WorkerSettings):
-        from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
-
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        handlers = [InitProcessGroupKwargs(backend="gloo")] if several and not torch.cuda.is_available() else []
         bf16 = settings.dtype == "bf16" or (settings.dtype == "auto" and torch.cuda.is_available())
-        self.accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", kwargs_handlers=handlers)
-        if self.accelerator.num_processes != distributed.world():
-            raise RuntimeError(
-                f"accelerate counts {self.accelerator.num_processes} processes, torch.distributed {distributed.world()}: "
-                "launch with a config file from accelerate_configs/"
-            )
+        self.accelerator = make_accelerator(bf16=bf16)
         self.objects = distributed.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
@@ -100,11 +90,12 @@ class Worker:
         loaded.name = spec.base_model
         if spec.lora is not None:
             loaded = add_lora(loaded, spec.lora)
+        info = self._info(loaded, spec)  # before the weights are sharded
         learner = Learner(loaded, self.accelerator, self.settings.learner)
         self.learners[model_id], self.specs[model_id] = learner, spec
         if state is not None:
             self.load_state(model_id, state, with_optimizer)
-        return self._info(loaded, spec)
+        return {**info, "distributed_type": self.accelerator.distributed_type.value, "wrapped": type(learner.backend.wrapped).__name__}
 
     def _info(self, loaded: LoadedModel, spec: ModelSpec) -> dict[str, Any]:
         config = loaded.model.config.get_text_config().to_dict()
@@ -126,8 +117,11 @@ class Worker:
         }
 
     def forget_model(self, model_id: int) -> None:
-        for table in (self.learners, self.specs, self.latest):
-            table.pop(model_id, None)
+        learner = self.learners.pop(model_id, None)
+        if learner is not None:  # None where its creation failed
+            learner.release()
+        self.specs.pop(model_id, None)
+        self.latest.pop(model_id, None)
 
     # --------------------------------------------------------------------------------------------------------- learning
 
@@ -179,11 +173,15 @@ class Worker:
         learner = self.learners[model_id]
         decoder = self.latest.get(model_id)
         if decoder is None:
-            decoder = make_decoder(learner.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind)
+            decoder = make_decoder(
+                learner.shell, dtype=self.sampler_dtype, device=self.accelerator.device, kind=self.settings.sampler.kind
+            )
+            if learner.shell is not learner.model:
+                decoder.load_(learner.weights(list(learner.parameter_shapes)))
         else:
             if any(v.decoder is decoder for v in self.versions.values()):  # somebody still samples from it
                 decoder = decoder.fork()
-            decoder.load_((name, p.detach()) for name, p in learner.trainable.items())
+            decoder.load_(learner.weights())
         self.latest[model_id] = decoder
         self.versions[version_id] = SamplerVersion(decoder, learner.loaded, learner.version, learner)
         return learner.version
@@ -245,14 +243,11 @@ class Worker:
 
     def save_state(self, model_id: int, path: str, metadata: Mapping[str, Any], ttl_seconds: float | None) -> str:
         rng = self.objects.gather(torch.get_rng_state())
-        if distributed.rank() == 0:
-            assert rng is not None
-            saving.save_state(self.learners[model_id], self.specs[model_id], Path(path), rng, metadata, ttl_seconds)
+        saving.save_state(self.learners[model_id], self.specs[model_id], Path(path), rng, metadata, ttl_seconds)
         return path
 
     def save_for_sampler(self, model_id: int, path: str, merged: bool, ttl_seconds: float | None) -> str:
-        if distributed.rank() == 0:
-            saving.save_for_sampler(self.learners[model_id], self.specs[model_id], Path(path), merged, ttl_seconds)
+        saving.save_for_sampler(self.learners[model_id], self.specs[model_id], Path(path), merged, ttl_seconds)
         return path
 
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:

@@ -63,9 +63,14 @@ def small(monkeypatch):
 @inside
 @pytest.mark.parametrize(
     ("dtype", "descriptors", "softcap", "bias"),
-    [(torch.float32, True, None, False), (torch.float32, False, 3.0, True), (torch.float16, True, 3.0, False), (torch.bfloat16, True, None, True),
-     (torch.bfloat16, False, None, False)],
-)  # fmt: skip
+    [
+        (torch.float32, True, None, False),
+        (torch.float32, False, 3.0, True),
+        (torch.float16, True, 3.0, False),
+        (torch.bfloat16, True, None, True),
+        (torch.bfloat16, False, None, False),
+    ],
+)
 def test_linear_logprob(small, dtype, descriptors, softcap, bias):
     x, w, y, b = problem(D=24 if descriptors else 23, dtype=dtype, bias=bias)
     assert launch.descriptors_fit(x, w) == descriptors
@@ -121,8 +126,11 @@ def test_defects_1_and_2_phantom_columns_and_far_logits(small, offset):
 
 @inside
 def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
-    """The frozen path's reference exponent starts at the target's logit; here the maximum is 2^100 to 2^300 above it."""
-    x, w, y, _ = problem(scale=20.0)
+    """The frozen path's reference exponent starts at the target's logit; here the maximum is 2^100 to 2^300 above it.
+
+    V = 600 makes slabs of two tiles, whose exponents have to be brought together.
+    """
+    x, w, y, _ = problem(V=600, scale=20.0)
     y = (x @ w.t()).argmin(1)
     head = Head(1.0, None)
     spread = ((x @ w.t()).amax(1) - (x @ w.t()).amin(1)).max() * 1.4427

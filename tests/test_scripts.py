@@ -204,6 +204,7 @@ def reference(folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
 def test_samples_have_the_logprobs_of_the_saved_weights(run: Path):
     import torch
 

@@ -1,0 +1,197 @@
+"""Everything that takes minutes: the default recipe with three seeds, and peers side by side. `make campaign`.
+
+    make campaign                                   # all parts whose peers are installed; about a quarter of an hour on two cores
+    make campaign ARGS="--list"                     # what there is
+    make campaign ARGS="--only default_recipe"      # one part (may be given several times)
+    make campaign ARGS="--install"                  # first makes .venv-bench with TRL in it
+
+Each part writes a table of its own into bench/results/; campaign.csv there says for each part the command that makes it, its exit
+code, its seconds, and the machine. A part that fails does not stop the others; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent
+RESULTS = HERE / "results"
+PEER_PYTHON = REPO / ".venv-bench" / "bin" / "python"
+SEEDS = (0, 1, 2)
+HELD_OUT = "test/env/all/correct"
+
+
+def machine() -> str:
+    """What the figures were taken on: the CPU's own name, the cores this process may use, memory, versions."""
+    cpu, memory = platform.processor() or platform.machine(), ""
+    if Path("/proc/cpuinfo").is_file():
+        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return f"{cpu}, {cores} cores{memory}, Python {platform.python_version()}, torch {version('torch')}"
+
+
+def command_line() -> str:
+    """How this script was called, with paths relative to the repository where they lie in it."""
+    words = [sys.executable, *sys.argv]
+    return shlex.join(str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A script of this folder and what it leaves in results/. `peers`: whether it needs the packages of requirements-bench.txt."""
+
+    name: str
+    says: str
+    script: str
+    flags: tuple[str, ...] = ()
+    peers: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        return [str(PEER_PYTHON if self.peers else sys.executable), str(HERE / self.script), *self.flags]
+
+
+PARTS = (
+    Part("default_recipe", "the default recipe, seeds 0, 1 and 2: time, accuracy before and after", "campaign.py", ("--default-recipe",)),
+    Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
+    Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
+    Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--tokens", "1024")),
+)
+
+
+# ------------------------------------------------------------------------------------------------------- the default recipe
+
+
+def default_recipe(seeds: tuple[int, ...]) -> None:
+    """Runs `accelerate launch train.py` once for each seed and writes default_recipe.csv."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="default_recipe-") as name:
+        for seed in seeds:
+            found.append(one_seed(seed, Path(name) / f"seed-{seed}"))
+            write_table(RESULTS / "default_recipe.csv", found)
+            print(", ".join(f"{key} {value}" for key, value in found[-1].items() if key not in ("machine", "command")), flush=True)
+
+
+def one_seed(seed: int, folder: Path) -> dict[str, Any]:
+    """A row of default_recipe.csv. `seconds`: wall clock of the whole command, start-up included."""
+    launcher = Path(sys.executable).parent / "accelerate"
+    words = ["launch", "train.py", "--seed", str(seed)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    load, start = os.getloadavg()[0], time.perf_counter()
+    subprocess.run([str(launcher), *words, "--output-dir", str(folder), "--quiet"], cwd=REPO, check=True)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
+    stage = rows[-1]["stage"]
+    steps = [row["time/step"] for row in rows if row["stage"] == stage and "time/step" in row]
+    return {
+        "seed": seed,
+        "before": round(held_out[0], 4),
+        "after": round(held_out[-1], 4),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
+        f"{stage}_steps": len(steps),
+        "greedy_before": greedy(folder / "checkpoints" / "sft-final" / "model"),
+        "load_at_start": round(load, 2),
+        "machine": machine(),
+        "command": shlex.join(["accelerate", *words]),
+    }
+
+
+def greedy(model: Path) -> float:
+    """Held-out accuracy of the taught model's likeliest answers: what shows how much of the later gain is sharpening."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        flags = "--dataset addition --reward exact_match --limit 512 --temperature 0 --max-tokens 4 --output".split()
+        command = [sys.executable, str(REPO / "evaluate.py"), str(model), *flags, file.name]
+        subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.DEVNULL)
+        return round(json.loads(Path(file.name).read_text())["correct"], 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------- all parts
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def install_peers() -> None:
+    """Makes .venv-bench, an environment of its own: peers' pins must not touch the project's."""
+    if not PEER_PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(PEER_PYTHON.parent.parent)], check=True)
+    words = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REPO / "requirements-bench.txt")]
+    subprocess.run([str(PEER_PYTHON), *words], check=True)
+
+
+def run(part: Part) -> dict[str, Any]:
+    """Runs a part and says how it went: a row of campaign.csv."""
+    command = shlex.join(str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in part.command)
+    print(f"\n== {part.name}: {part.says}\n   {command}", flush=True)
+    start = time.perf_counter()
+    code = subprocess.run(part.command, cwd=REPO).returncode
+    seconds = round(time.perf_counter() - start)
+    print(f"== {part.name}: {'done' if code == 0 else f'FAILED with exit code {code}'}, {seconds} s", flush=True)
+    today = time.strftime("%Y-%m-%d")
+    return {"part": part.name, "exit_code": code, "seconds": seconds, "date": today, "machine": machine(), "command": command}
+
+
+def earlier(names: set[str]) -> list[dict[str, Any]]:
+    """Rows of campaign.csv about other parts than `names`: running one part keeps what is known of the rest."""
+    path = RESULTS / "campaign.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["part"] not in names]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="run this part alone (repeatable)")
+    parser.add_argument("--list", action="store_true", help="say what there is, run nothing")
+    parser.add_argument("--install", action="store_true", help="install TRL into .venv-bench first (2.5 GB)")
+    parser.add_argument("--default-recipe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of the default recipe (with --default-recipe)")
+    args = parser.parse_args()
+    if args.default_recipe:
+        default_recipe(tuple(args.seeds))
+        return 0
+    if args.list:
+        for part in PARTS:
+            state = "needs --install" if part.peers and not PEER_PYTHON.exists() else "ready"
+            print(f"{part.name:16s} {part.says} ({state})")
+        return 0
+    if args.install:
+        install_peers()
+    print(machine())
+    rows = []
+    for part in (part for part in PARTS if not args.only or part.name in args.only):
+        if part.peers and not PEER_PYTHON.exists():
+            print(f"\n== {part.name}: left out, it needs TRL: make campaign ARGS=--install")
+            continue
+        rows.append(run(part))
+        write_table(RESULTS / "campaign.csv", earlier({row["part"] for row in rows}) + rows)
+    return int(any(row["exit_code"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

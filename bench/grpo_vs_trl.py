@@ -1,0 +1,366 @@
+"""One GRPO step of Whetstone against TRL's GRPOTrainer: the same taught model, prompts and settings, side by side on a CPU.
+
+    python3 -m venv .venv-bench && .venv-bench/bin/pip install -r requirements-bench.txt
+    .venv-bench/bin/python bench/grpo_vs_trl.py                      # teaches the model first
+    .venv-bench/bin/python bench/grpo_vs_trl.py --model runs/addition/checkpoints/sft-final/model
+
+Each peer trains in a process of its own. They take turns by blocks of --block steps, in the order A B, B A, A B, ..., and the
+one that waits is blocked on a pipe, so whatever else the machine does meets both alike. A step's time is that of the peer's whole
+loop (data, sampling, rewards, backward, optimizer, new weights to the sampler); evaluation and saving are outside it on both
+sides. CPU seconds are those of the peer's process, all threads.
+
+Whetstone runs `rl.online.train_online`; TRL runs `GRPOTrainer.train()` with what is fastest for it here: plain `generate` (its
+continuous batching is slower on a CPU), no reference model (beta 0), one micro-batch of all completions, fp32, no gradient
+checkpointing, no logging, no saving. Both: AdamW (0.9, 0.95), constant learning rate, clipping to norm 1, advantages divided by
+the group's std, loss averaged over tokens.
+
+Held-out accuracy: both peers' weights are written at the steps of --evaluate-at, and one evaluator (Whetstone's sampler) asks
+them all the same 512 problems, four samples each with the same random streams (standard error about 0.01).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+from campaign import command_line, machine  # noqa: E402
+
+PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
+PEERS = ("whetstone", "trl")
+INSTALL = "python3 -m venv .venv-bench && .venv-bench/bin/pip install -r requirements-bench.txt"
+
+
+# ------------------------------------------------------------------------------------------------- what both peers do alike
+
+
+class Turns:
+    """A peer's side of taking turns: times its steps, saves where it is evaluated, hands over at a block's end.
+
+    `save(step)` writes the weights and returns their folder; it is set before the first step.
+    """
+
+    save: Callable[[int], str]
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.done = 0
+        self.seconds: list[float] = []
+        self.cpu: list[float] = []
+        self.weights: dict[int, str] = {}
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # standard output is the line to the parent: what libraries print goes to standard error
+
+    def begin(self) -> None:
+        """Ready for the first step; returns when it is this peer's turn."""
+        self._keep()
+        self._report()
+
+    def step_done(self) -> None:
+        self.seconds.append(time.perf_counter() - self._wall)
+        self.cpu.append(time.process_time() - self._cpu)
+        self.done += 1
+        self._keep()
+        if self.done % self.args.block == 0 or self.done == self.args.steps:
+            self._report()
+        self._start()
+
+    def _keep(self) -> None:
+        if self.done in self.args.evaluate_at:
+            self.weights[self.done] = self.save(self.done)
+
+    def _report(self) -> None:
+        print(json.dumps({"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}), file=self._out, flush=True)
+        if self.done < self.args.steps:
+            if not sys.stdin.readline():
+                raise SystemExit("the parent is gone")
+            self._start()
+
+    def _start(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+
+def grpo_plan(args: argparse.Namespace) -> Any:
+    """The stage as Whetstone's command line would make it; the TRL side takes its problems, order and reward from here."""
+    from rl.cli import Stage as StagePlan
+    from rl.methods.grpo import GrpoSettings, PolicyGradientSettings
+    from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+
+    settings = GrpoSettings(
+        model=ModelSettings(base_model=str(args.model)),
+        data=DataSettings(dataset="addition", reward="exact_match", eval_limit=HELD_OUT),
+        sampling=SamplingSettings(max_tokens=MAX_TOKENS, temperature=1.0),
+        policy_gradient=PolicyGradientSettings(group_size=SAMPLES, advantage="mean_std"),
+        optim=OptimSettings(learning_rate=args.learning_rate),
+        loop=LoopSettings(steps=args.steps, batch_size=PROBLEMS),
+    )
+    return StagePlan("grpo", "grpo", settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------- the peers
+
+
+def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
+    """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by `Turns`."""
+    from rl.methods import METHODS
+    from rl.methods.base import Models
+    from rl.online import train_online
+    from rl.prepare import make_policy, make_renderer, prepare, worker_settings
+    from rl.service import ServiceClient
+    from rl.stage import Stage
+
+    class TimedStage(Stage):
+        def start(self) -> Any:
+            sampler = self.models.policy.save_weights_and_get_sampling_client()
+            turns.begin()
+            return sampler
+
+        def end_batch(self, *args: Any, **kwargs: Any) -> None:
+            turns.step_done()
+
+        def end(self) -> None:
+            pass
+
+    plan = grpo_plan(args)
+    prepared = prepare(plan)
+    with ServiceClient(output_dir=args.folder, seed=args.seed, settings=worker_settings([plan])) as service:
+        policy = make_policy(service, plan.settings.model, None, None, args.seed)
+        turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
+        unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
+        stage = TimedStage(
+            name="grpo", index=0, method=METHODS["grpo"].hooks(plan.settings), models=Models(policy), problems=prepared.problems,
+            test_problems=None, renderer=make_renderer(policy, None), scorer=prepared.scorer, seed=args.seed, first_step=0, done=0,
+            **unused,
+        )  # fmt: skip
+        train_online(stage)
+
+
+def run_trl(args: argparse.Namespace, turns: Turns) -> None:
+    """`GRPOTrainer.train()`; its data set is Whetstone's batches one after the other, unshuffled."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rl.prepare import prepare
+    from rl.rewards import resolve_reward
+    from rl.seeds import derive_seed
+
+    class InTurn(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            turns.begin()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            turns.step_done()
+
+    def save(step: int) -> str:
+        folder = str(args.folder / f"step-{step}")
+        trainer.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        return [exact_match(p, c, {"answer": a}) for p, c, a in zip(prompts, completions, answer, strict=True)]
+
+    exact_match = resolve_reward("exact_match")
+    problems, order = prepare(grpo_plan(args)).problems, derive_seed(args.seed, 0)
+    asked = [problem for step in range(args.steps) for problem in problems.batch(step, PROBLEMS, order)]
+    rows = [{"prompt": str(p.messages[-1]["content"]), "answer": str(p.meta["answer"])} for p in asked]
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    config = GRPOConfig(
+        output_dir=str(args.folder), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, fp16=False,
+        learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
+        weight_decay=0.0, max_grad_norm=1.0, per_device_train_batch_size=PROBLEMS * SAMPLES, gradient_accumulation_steps=1,
+        steps_per_generation=1, num_generations=SAMPLES, num_iterations=1, max_completion_length=MAX_TOKENS, temperature=1.0,
+        beta=0.0, scale_rewards="group", loss_type="dapo", shuffle_dataset=False, gradient_checkpointing=False,
+        dataloader_num_workers=0, dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", eval_strategy="no",
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(args.model), processing_class=tokenizer, reward_funcs=reward, args=config,
+        train_dataset=Dataset.from_list(rows), callbacks=[InTurn()],
+    )  # fmt: skip
+    turns.save = save
+    trainer.train()
+
+
+# ---------------------------------------------------------------------------------------------------------------- the parent
+
+
+class Process:
+    """A peer in a process of its own; its newest report."""
+
+    def __init__(self, peer: str, args: argparse.Namespace, folder: Path):
+        self.peer, self.report = peer, {"seconds": []}
+        given = ["model", "steps", "block", "threads", "seed", "learning_rate"]
+        flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
+        flags += ["--evaluate-at", *map(str, args.evaluate_at), "--peer", peer, "--folder", str(folder / peer)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def wait(self) -> None:
+        """Until it has reported. Raises RuntimeError if it ended instead (its own words are on standard error)."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.peer} ended with exit code {self.process.wait()} after {len(self.report['seconds'])} steps")
+        self.report = json.loads(line)
+
+    def block(self) -> None:
+        """Its next block of steps."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        self.wait()
+
+
+def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Both peers through all their steps, a block at a time; their last reports."""
+    peers = []
+    try:
+        for name in PEERS:
+            peers.append(Process(name, args, folder))
+            peers[-1].wait()  # loaded and ready, before the next one loads
+        for number in range(-(-args.steps // args.block)):
+            for peer in peers if number % 2 == 0 else reversed(peers):
+                peer.block()
+            means = {peer.peer: statistics.mean(peer.report["seconds"]) * 1e3 for peer in peers}
+            so_far = ", ".join(f"{name} {mean:.0f} ms" for name, mean in means.items())
+            print(f"step {len(peers[0].report['seconds']):4d}: mean so far {so_far}", flush=True)
+    finally:
+        for peer in peers:
+            assert peer.process.stdin is not None
+            peer.process.stdin.close()
+            peer.process.wait()
+    return {peer.peer: peer.report for peer in peers}
+
+
+def accuracies(args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[int, float]]:
+    """Held-out sampled accuracy of every weights folder: one evaluator, the same random streams for all."""
+    from rl.environments import ProblemGroupBuilder
+    from rl.metrics import group_metrics
+    from rl.prepare import make_renderer, prepare, worker_settings
+    from rl.rollout import rollout
+    from rl.service import ServiceClient
+    from rl.types import SamplingParams
+
+    plan = grpo_plan(args)
+    prepared = prepare(plan)
+    assert prepared.test_problems is not None
+    found: dict[str, dict[int, float]] = {}
+    with ServiceClient(output_dir=folder, seed=args.seed, settings=worker_settings([plan])) as service:
+        for peer, report in reports.items():
+            for step, weights in report["weights"].items():
+                sampler = service.create_sampling_client(model_path=weights)
+                renderer = make_renderer(sampler, None)
+                builders = [ProblemGroupBuilder(problem, 4, renderer, prepared.scorer) for problem in prepared.test_problems]
+                result = rollout(builders, sampler, SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0), seed=1)
+                found.setdefault(peer, {})[int(step)] = group_metrics(result.groups)["env/all/correct"]
+                sampler.release()
+    return found
+
+
+def teach(folder: Path) -> Path:
+    """The default recipe's first stage, alone; the folder of its weights."""
+    import yaml
+
+    recipe = yaml.safe_load((HERE.parent / "recipes" / "addition.yaml").read_text())
+    recipe["stages"] = recipe["stages"][:1]
+    (folder / "teach.yaml").write_text(yaml.safe_dump(recipe))
+    words = [str(folder / "teach.yaml"), "--output-dir", str(folder / "taught"), "--quiet"]
+    subprocess.run([sys.executable, str(HERE.parent / "train.py"), *words], check=True)
+    return folder / "taught" / "checkpoints" / "sft-final" / "model"
+
+
+def rows(args: argparse.Namespace, reports: dict[str, dict[str, Any]], curves: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+    import torch
+    import trl
+
+    means = {peer: statistics.mean(report["seconds"]) for peer, report in reports.items()}
+    for peer, report in reports.items():
+        milliseconds = [1e3 * seconds for seconds in report["seconds"]]
+        yield {
+            "peer": f"trl {trl.__version__}" if peer == "trl" else peer,
+            "steps": len(milliseconds),
+            "mean_ms": round(statistics.mean(milliseconds), 1),
+            "median_ms": round(statistics.median(milliseconds), 1),
+            "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
+            "share_of_trl": round(means[peer] / means["trl"], 3),
+            **{f"accuracy_at_{step}": round(accuracy, 3) for step, accuracy in curves[peer].items()},
+            "problems": PROBLEMS,
+            "samples": SAMPLES,
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "machine": machine(),
+            "command": command_line(),
+        }
+
+
+def run_peer(args: argparse.Namespace) -> None:
+    """What this script does in the process of a peer."""
+    turns = Turns(args)
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(args.threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a taught model (default: the recipe's first stage is run)")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--block", type=int, default=5, help="steps of a peer before the other's turn")
+    parser.add_argument("--evaluate-at", type=int, nargs="*", default=[0, 25, 75, 100, 150], help="steps")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "grpo_vs_trl_cpu.csv")
+    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if importlib.util.find_spec("trl") is None:
+        raise SystemExit(f"this Python has no trl: {INSTALL}\nthen run .venv-bench/bin/python bench/grpo_vs_trl.py")
+    if args.peer:
+        run_peer(args)
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
+        folder = Path(name)
+        args.model = args.model or teach(folder)
+        reports = race(args, folder)
+        found = list(rows(args, reports, accuracies(args, reports, folder)))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with args.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+    for row in found:
+        print(", ".join(f"{name} {value}" for name, value in row.items() if name not in ("machine", "command", "torch")))
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
