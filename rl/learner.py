@@ -86,10 +86,12 @@ class Learner:
                 sums[name] = sums[name] + metric.double() if name in sums else metric.detach().double()
             self._collect(outputs, batch, logp, entropy_T if entropy else None)
         totals = {name: float(value) for name, value in sums.items()}
-        if not math.isfinite(totals.get("loss:sum", 0.0)):
+        loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
+        distributed.all_sum_([loss_sum])  # every rank knows, or those without the bad datum would wait for the others
+        if not math.isfinite(float(loss_sum)):
             self.drop_gradients()
             raise FloatingPointError(
-                f"the loss is {totals['loss:sum']}: a logprob or an input is not finite. The gradients since the last step were "
+                f"the loss is {float(loss_sum)}: a logprob or an input is not finite. The gradients since the last step were "
                 "dropped, the weights are unchanged; look for logprobs of -inf in the datums, or lower the learning rate"
             )
         self.has_gradient = self.has_gradient or (backward and len(datums) > 0)

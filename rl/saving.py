@@ -126,7 +126,7 @@ def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) ->
     from safetensors.torch import load_file
 
     state = checkpoint.read_state(path)
-    folder = path / "model" if (path / "model").is_dir() else path
+    folder = model_folder(path)
     learner.load_weights(_read_weights(learner, folder))
     if with_optimizer:
         file = path / "optimizer.safetensors"
@@ -156,6 +156,27 @@ def _read_weights(learner: Learner, folder: Path) -> dict[str, Tensor]:
     return {name: saved_tensors[name.replace(".default.", ".")] for name in learner.trainable}
 
 
+def model_folder(path: Path) -> Path:
+    """Where the weights lie in a checkpoint: `model/` beside the optimizer, or the folder itself in one for sampling alone."""
+    return path / "model" if (path / "model").is_dir() else path
+
+
+def base_of(spec: ModelSpec, state: str | None) -> tuple[str, str | None]:
+    """(base model, tokenizer) that a learner is made from: the checkpoint itself for full weights, else the spec's base.
+
+    An adapter's base may be an earlier checkpoint of the same run; it is found beside the adapter's if the run was moved.
+    """
+    if state is None:
+        return spec.base_model, spec.tokenizer
+    if spec.lora is None:
+        return str(model_folder(Path(state))), None
+    base = Path(spec.base_model)
+    moved = Path(state).parent.joinpath(*base.parts[-2:])
+    if not base.exists() and base.name == "model" and moved.is_dir():
+        return str(moved), spec.tokenizer
+    return spec.base_model, spec.tokenizer
+
+
 def load_for_sampling(path: str | None, base_model: str | None) -> tuple[LoadedModel, int, ModelSpec]:
     """(model, version, spec) of a base model, or of a folder: ours, or any Hugging Face or PEFT folder."""
     from rl.worker import ModelSpec
@@ -171,7 +192,7 @@ def load_for_sampling(path: str | None, base_model: str | None) -> tuple[LoadedM
     if (folder / checkpoint.MANIFEST).is_file():
         state = checkpoint.read_state(folder)
         version, spec = state["version"], ModelSpec.from_json(state["spec"])
-        folder = folder / "model" if (folder / "model").is_dir() else folder
+        folder = model_folder(folder)
     if not (folder / "adapter_config.json").is_file():
         loaded = load_model(str(folder))
         loaded.name = spec.base_model
@@ -183,10 +204,14 @@ def _load_adapter(folder: Path, spec: ModelSpec, base_model: str | None) -> Load
     from peft import PeftModel
 
     config = json.loads((folder / "adapter_config.json").read_text())
-    base = base_model or (spec.base_model if spec.lora else config.get("base_model_name_or_path"))
+    checkpoint_folder = folder.parent if folder.name == "model" else folder
+    tokenizer = spec.tokenizer
+    base = base_model or config.get("base_model_name_or_path")
+    if spec.lora and base_model is None:
+        base, tokenizer = base_of(spec, str(checkpoint_folder))
     if not base:
         raise UserError(f"{folder}/adapter_config.json names no base model: pass base_model")
-    loaded = load_model(base, tokenizer=spec.tokenizer, seed=spec.seed)
+    loaded = load_model(base, tokenizer=tokenizer, seed=spec.seed)
     with quiet_about_tied_heads():
         model = PeftModel.from_pretrained(loaded.model, str(folder))
     return LoadedModel(model, loaded.tokenizer, base, eos_token_ids(loaded.model, loaded.tokenizer))

@@ -83,10 +83,8 @@ class Worker:
 
     def create_model(self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool) -> dict[str, Any]:
         """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it starts from."""
-        base = spec.base_model
-        if state is not None and spec.lora is None:
-            base = str(Path(state) / "model")  # full weights: the checkpoint is the model
-        loaded = load_model(base, tokenizer=spec.tokenizer if state is None else None, seed=spec.seed)
+        base, tokenizer = saving.base_of(spec, state)
+        loaded = load_model(base, tokenizer=tokenizer, seed=spec.seed)
         loaded.name = spec.base_model
         if spec.lora is not None:
             loaded = add_lora(loaded, spec.lora)

@@ -330,6 +330,29 @@ def test_load_state_with_and_without_optimizer(client):
     assert torch.equal(weights(), saved)
 
 
+def test_weights_for_the_sampler_can_be_trained_on(service, client):
+    train(client)
+    path = client.save_weights_for_sampler("w").result().path
+    before = weights()
+    again = service.create_training_client_from_state(path).result()
+    assert torch.equal(weights(again.model_id), before)
+
+
+def test_an_adapter_on_an_earlier_checkpoint_survives_a_move(service, tmp_path):
+    full = make(service)
+    train(full)
+    base = full.save_state("taught").result().path + "/model"
+    adapter = service.create_lora_training_client(base, rank=2, seed=1)
+    train(adapter)
+    adapter.save_state("adapted").result()
+    expected = adapter.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    path = str(tmp_path / "moved" / "checkpoints" / "adapted")
+    assert service.create_sampling_client(path).compute_logprobs(PROMPT).result() == expected
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    assert resumed.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result() == expected
+
+
 def logits_of(model) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([PROMPT.to_ints()])).logits
