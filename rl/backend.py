@@ -138,8 +138,7 @@ class ReplicatedBackend:
         self.wrapped = model
         if distributed.world() > 1:
             devices = [accelerator.device] if accelerator.device.type == "cuda" else None
-            # Buffers are constants here (tables of rotary frequencies); sending them at every forward would be waste.
-            self.wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+            self.wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
         self.adam = new_adamw(trainable)
 
     @contextlib.contextmanager

@@ -159,11 +159,10 @@ class DeepSpeedBackend:
             return {}  # no step yet
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
-            for key in _MOMENTS:
-                whole = safe_get_full_optimizer_state(parameter, key)
-                if distributed.rank() == 0:
-                    tensors[f"{name}/{key}"] = whole.to("cpu", copy=True)
-            tensors[f"{name}/step"] = states[0]["step"].cpu().clone()
+            wholes = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}  # every rank has to ask
+            if distributed.rank() == 0:
+                tensors |= {f"{name}/{key}": whole.to("cpu", copy=True) for key, whole in wholes.items()}
+                tensors[f"{name}/step"] = states[0]["step"].cpu().clone()
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:

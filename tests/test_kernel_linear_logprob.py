@@ -380,9 +380,9 @@ def test_imports_torch_and_triton_only():
 
 @pytest.mark.slow
 def test_memory_on_a_cpu_with_a_real_head():
-    """Qwen2.5-0.5B's head, 1024 tokens, in a process of its own: plain torch holds 1.3 GB above weights and gradients."""
+    """Qwen2.5-0.5B's head, 512 tokens, in a process of its own: plain torch holds 0.4 to 1 GB above weights and gradients."""
     script = KERNELS.parent / "bench" / "kernel_cpu.py"
     for variant in ("fused", "fused_frozen", "fused_entropy"):
-        command = [sys.executable, str(script), "--one", variant, "--tokens", "1024", "--threads", "1"]
+        command = [sys.executable, str(script), "--one", variant, "--tokens", "512", "--threads", "1"]
         figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        assert figures["extra_mb"] < 200 and figures["error"] < 1e-5, (variant, figures)
+        assert figures["extra_mb"] < 100 and figures["error"] < 1e-5, (variant, figures)

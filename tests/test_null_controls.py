@@ -21,7 +21,7 @@ from rl.rollout import rollout
 from rl.run import execute
 from rl.service import ServiceClient
 from rl.settings import RunSettings
-from rl.types import SamplingParams, TrajectoryGroup
+from rl.types import ModelInput, SampledSequence, SamplingParams, Trajectory, TrajectoryGroup, Transition
 
 STEPS = 40
 SAMPLES = 8  # answers to each held-out problem: with 800 problems, a standard error of about 0.01
@@ -64,12 +64,17 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
 
 def test_edited_rewards_are_those_that_credit_sees():
     """By hand: two groups of two, rewards reversed over the batch, then the advantages of the reversed ones."""
-    from helpers_null import group
 
-    groups = [group([1.0, 0.0]), group([0.0, 0.0])]
+    def group(step: float, final: float) -> TrajectoryGroup:
+        turns = [Transition(ModelInput.from_ints([1]), SampledSequence([2], [-0.5], "stop"), r, True) for r in (step, 0.0)]
+        return TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, final], [{}, {}])
+
+    groups = [group(1.0, 0.0), group(2.0, 0.5)]
     edited = with_rewards(groups, lambda rewards: rewards[::-1])
-    assert [g.get_total_rewards() for g in edited] == [[0.0, 0.0], [0.0, 1.0]]
-    assert [g.get_total_rewards() for g in groups] == [[1.0, 0.0], [0.0, 0.0]]
+    assert [g.get_total_rewards() for g in groups] == [[1.0, 0.0], [2.0, 0.5]]
+    assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
+    datums = PolicyGradient(METHODS["grpo"].settings()).credit(edited, None)  # type: ignore[arg-type]  # it needs no models
+    assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [-0.75, 0.75, -0.5, 0.5]
 
 
 @pytest.mark.slow
