@@ -107,7 +107,8 @@ class Learner:
         if batch.attention_mask is not None:
             inputs["attention_mask"] = batch.attention_mask
         logp, entropy_T = self.head(self.backend.wrapped, request, **inputs)
-        value, metrics = loss.fn(logp, entropy_T, batch.inputs, batch.cu_seqlens, config)
+        function = loss.on(logp.device, fused=self.settings.fused)
+        value, metrics = function(logp, entropy_T, batch.inputs, batch.cu_seqlens, config)
         return value, logp, entropy_T, metrics
 
     def _my_batches(self, datums: Sequence[Datum]) -> list[PackedBatch]:

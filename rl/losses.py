@@ -94,23 +94,57 @@ def cispo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor,
     return loss, _clip_metrics(ratio_T, low, high, active_T)
 
 
+def one_pass(kind: str) -> LossFn:
+    """The loss called `kind` in one pass over the tokens, gradient and metrics included (kernels.policy_loss).
+
+    The same numbers as the plain function, which is its definition and the path off a GPU.
+    """
+
+    def loss(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
+        from kernels import policy_loss
+
+        advantages_T = inputs["advantages"]
+        low, high = _clip_bounds(inputs, config)
+        value, sums = policy_loss(
+            logp_T,
+            inputs.get("logprobs", logp_T.detach()),
+            advantages_T,
+            kind=kind,
+            mask_T=advantages_T != 0,
+            cu_seqlens=cu_seqlens,
+            clip_low=low,
+            clip_high=high,
+        )
+        metrics = {"active_tokens:sum": sums["tokens"]}
+        if kind != "importance_sampling":
+            metrics |= {"clipped_low:sum": sums["clipped_low"], "clipped_high:sum": sums["clipped_high"]}
+        return value, metrics
+
+    return loss
+
+
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss with the datum fields it needs and may have, and the keys of its config."""
+    """A loss with the datum fields it needs and may have, and the keys of its config. `fused`: its form for a GPU."""
 
     fn: LossFn
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
     soft_targets: bool = False
+    fused: LossFn | None = None
+
+    def on(self, device: torch.device, *, fused: bool) -> LossFn:
+        """The function to call there: one kernel on a GPU where there is one, the plain formula elsewhere."""
+        return self.fused if fused and self.fused is not None and device.type == "cuda" else self.fn
 
 
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("target_tokens",), ("weights",), soft_targets=True),
-    "importance_sampling": LossSpec(importance_sampling, ("target_tokens", "advantages"), ("logprobs", "mask")),
-    "ppo": LossSpec(ppo, ("target_tokens", "advantages", "logprobs"), ("mask", *_CLIP), _CLIP),
-    "cispo": LossSpec(cispo, ("target_tokens", "advantages", "logprobs"), ("mask", *_CLIP), _CLIP),
+    "importance_sampling": LossSpec(importance_sampling, fused=one_pass("importance_sampling"), required=("target_tokens", "advantages"), optional=("logprobs", "mask")),
+    "ppo": LossSpec(ppo, fused=one_pass("ppo"), required=("target_tokens", "advantages", "logprobs"), optional=("mask", *_CLIP), config=_CLIP),
+    "cispo": LossSpec(cispo, fused=one_pass("cispo"), required=("target_tokens", "advantages", "logprobs"), optional=("mask", *_CLIP), config=_CLIP),
 }
 
 

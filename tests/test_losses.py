@@ -135,6 +135,31 @@ def test_clip_metrics_count_by_hand():
     assert {k: int(v) for k, v in metrics.items()} == {"clipped_low:sum": 1, "clipped_high:sum": 1, "active_tokens:sum": 3}
 
 
+@pytest.mark.parametrize("name", RL_LOSSES)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", ["plain", "config", "per token", "no logprobs", "nan where masked"])
+def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case):
+    """kernels.policy_loss (its path on this device) against the plain formula, in the learner's own calling form."""
+    spec, inputs = get_loss(name), {k: v.float() for k, v in inputs_of(seed).items()}
+    logp, config = -torch.rand(6, generator=torch.Generator().manual_seed(seed + 50)) * 3, {}
+    if case == "config" and spec.config:
+        config = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}
+    if case == "per token" and spec.config:
+        inputs |= {"clip_low_threshold": torch.rand(6), "clip_high_threshold": 1 + torch.rand(6)}
+    if case == "no logprobs" and name == "importance_sampling":
+        del inputs["logprobs"]
+    if case == "nan where masked":
+        inputs["logprobs"][inputs["advantages"] == 0] = float("nan")
+    results = []
+    for function in (spec.fn, spec.fused):
+        leaf = logp.clone().requires_grad_(True)
+        value, metrics = function(leaf, torch.zeros(6), inputs, CU, config)
+        results.append((value, torch.autograd.grad(value, leaf)[0], {k: float(v) for k, v in metrics.items()}))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
+    assert results[1][2] == results[0][2]
+
+
 def test_unknown_losses_are_named():
     with pytest.raises(ValueError, match="importance_sampling"):
         get_loss("stable_reinforce")
