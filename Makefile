@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 .PHONY: train test quick lint campaign clean
 
 train: $(STAMP)
-	$(BIN)/accelerate launch train.py $(ARGS)
+	$(BIN)/accelerate launch --quiet train.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)

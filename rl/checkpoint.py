@@ -41,6 +41,7 @@ def writing(folder: Path, *, expected_bytes: int = 0, ttl_seconds: float | None 
     if folder.exists():
         raise UserError(f"{folder} exists already; what is saved under a name stays. Choose another name or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_expired(folder.parent)
     free = shutil.disk_usage(folder.parent).free
     if expected_bytes * 1.05 + 2**20 > free:
         raise UserError(f"saving {folder} needs about {expected_bytes / 2**20:.0f} MiB, the disk has {free / 2**20:.0f} MiB free")
@@ -96,9 +97,12 @@ def verify(folder: Path) -> None:
     if not path.is_file():
         raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it is no checkpoint, or its writing was cut off")
     try:
-        files = json.loads(path.read_text())["files"]
+        manifest = json.loads(path.read_text())
+        files, expires = manifest["files"], manifest["expires_at"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+    if expires is not None and expires < time.time():
+        raise DamagedCheckpoint(f"{folder} was saved with ttl_seconds and has expired")
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():
@@ -130,12 +134,15 @@ def remove(folder: Path) -> None:
 
 def remove_leftovers(parent: Path) -> None:
     """Removes what interrupted writes left (`*.partial-*`) and what has outlived its ttl_seconds."""
-    if not parent.is_dir():
-        return
-    for path in parent.iterdir():
-        if ".partial-" in path.name:
-            shutil.rmtree(path, ignore_errors=True)
-        elif (path / MANIFEST).is_file():
+    for path in parent.glob("*.partial-*") if parent.is_dir() else ():
+        shutil.rmtree(path, ignore_errors=True)
+    remove_expired(parent)
+
+
+def remove_expired(parent: Path) -> None:
+    """Removes the checkpoints in `parent` that have outlived their ttl_seconds."""
+    for path in list(parent.iterdir()) if parent.is_dir() else ():
+        if (path / MANIFEST).is_file():
             with contextlib.suppress(json.JSONDecodeError, KeyError):
                 expires = json.loads((path / MANIFEST).read_text())["expires_at"]
                 if expires is not None and expires < time.time():

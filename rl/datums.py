@@ -40,17 +40,18 @@ class _Sequence:
         )
 
 
-def trajectory_to_datums(trajectory: Trajectory, advantage: float) -> list[Datum]:
+def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
     """One datum for a trajectory whose observations each continue what came before; more where they do not.
 
     The prefix-merge rule: while the next observation starts with everything so far (observations and actions), only
     what is new is appended, so an episode of many turns is one training sequence. Otherwise (a template that drops
     earlier thinking, say) the datum is emitted and a new one starts with the full observation.
     Inputs drop the last token; targets, logprobs, advantages and mask drop the first. Observation positions are 0.
-    Raises ValueError for a trajectory without actions, or an action without logprobs.
+    Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
     """
-    if not trajectory.transitions:
-        raise ValueError("a trajectory without transitions makes no datum")
+    advantage = trajectory.advantage
+    if not trajectory.transitions or advantage is None:
+        raise ValueError("a trajectory without transitions, or one that was not credited (advantage is None), makes no datum")
     datums: list[Datum] = []
     sequence = _Sequence()
     for transition in trajectory.transitions:

@@ -40,24 +40,26 @@ def serve(settings: WorkerSettings) -> None:
 
 
 def _execute(worker: Worker, verb: str, arguments: Sequence[Any]) -> Any:
-    """Runs a verb on this rank; raises on every rank's driver side if it failed anywhere, naming the rank."""
+    """Runs a verb on this rank and brings the ranks' parts together on rank 0, where it raises if any rank failed.
+
+    One gather carries result and error of every rank, so a rank that fails keeps nobody waiting.
+    """
     error: BaseException | None = None
-    result = None
+    part = None
     try:
-        result = getattr(worker, verb)(*arguments)
+        part = getattr(worker, verb)(*arguments)
     except Exception as caught:  # reported to the driver, which raises it where the result is asked for
         error = caught
-    if distributed.world() == 1:
-        if error is not None:
-            raise error
-        return result
-    reports = worker.objects.all_gather(None if error is None else "".join(traceback.format_exception(error)))
-    failed = [(r, text) for r, text in enumerate(reports) if text is not None]
-    if failed and distributed.rank() == 0:
-        if error is not None:
-            raise error
-        raise RuntimeError(f"{verb} failed on rank {failed[0][0]}:\n{failed[0][1]}")
-    return result
+    text = None if error is None or distributed.rank() == 0 else "".join(traceback.format_exception(error))
+    reports = worker.objects.gather((part, text))
+    if reports is None:
+        return None
+    if error is not None:
+        raise error
+    for rank, (_, report) in enumerate(reports):
+        if report is not None:
+            raise RuntimeError(f"{verb} failed on rank {rank}:\n{report}")
+    return worker.merge(verb, [part for part, _ in reports])
 
 
 class Driver:
@@ -98,30 +100,42 @@ class Driver:
 
     @staticmethod
     def _refuse_after_failure(worker: Worker, verb: str, arguments: Sequence[Any], after: Sequence[Future]) -> None:
-        """An update on half of what was meant would be worse than none: refuse it and drop the gradients."""
+        """An update on half of what was meant would be worse than none: refuse it and drop the gradients.
+
+        Likewise a sampling client of weights whose saving under a name failed: the error must not be lost.
+        """
         errors = [error for error in (earlier.exception() for earlier in after) if error is not None]
-        if errors:
-            worker.objects.broadcast_verb(("drop_gradients", arguments[:1]))
-            _execute(worker, "drop_gradients", arguments[:1])
-            raise RuntimeError(f"{verb} was not run, because a forward_backward before it failed: {errors[0]}") from errors[0]
+        if not errors:
+            return
+        if verb != "optim_step":
+            raise errors[0]
+        worker.objects.broadcast_verb(("drop_gradients", arguments[:1]))
+        _execute(worker, "drop_gradients", arguments[:1])
+        raise RuntimeError(f"{verb} was not run, because a forward_backward before it failed: {errors[0]}") from errors[0]
 
     def submit(self, verb: str, *arguments: Any, after: Sequence[Future] = ()) -> Future:
         """Queues a verb. `after`: earlier futures that must have succeeded, or the verb is refused."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError(f"the service is closed: {verb} cannot run any more")
             if verb not in ("forget_version", "forget_model"):  # a finaliser's verb: whoever it concerns has no one waiting
                 self._flush()
-            future: Future = Future()
+            future = self._promise(verb)
             self._queue.put((verb, arguments, tuple(after), future))
             return future
+
+    def _promise(self, verb: str) -> Future:
+        """A future that cannot be cancelled: a verb that was submitted runs, whoever stops waiting for it."""
+        if self._closed:
+            raise RuntimeError(f"the service is closed: {verb} cannot run any more")
+        if not self._thread.is_alive():
+            raise RuntimeError(f"the thread that executes verbs has died: {verb} cannot run; start again")
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+        return future
 
     def submit_sample(self, version_id: int, request: Request) -> Future:
         """Holds a sample back until somebody waits or another verb comes, so that samples asked for one by one run together."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the service is closed: sample cannot run any more")
-            future: Future = Future()
+            future = self._promise("sample")
             self._pending.append((version_id, request, future))
             return future
 

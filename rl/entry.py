@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def main(run: Run) -> int:
 def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
     """Does `work` and turns how it ended into an exit code, as in `main`. `see`, `outcome`: for the box of an error."""
     _quieten()
+    _end_with_the_launcher()
     from rl import help_pages
     from rl.errors import UserError
     from rl.interrupts import INTERRUPTED, Stopped
@@ -44,6 +46,18 @@ def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
         more = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
         help_pages.fail([str(error)], see=more, outcome=outcome)
     return 0
+
+
+def _end_with_the_launcher() -> None:
+    """Under `accelerate launch`: if the launcher dies (SIGTERM reaches it alone), this process is asked to stop and saves.
+
+    Linux only (prctl PR_SET_PDEATHSIG); elsewhere, signal the training process itself.
+    """
+    if sys.platform != "linux" or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _quieten() -> None:

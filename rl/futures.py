@@ -35,6 +35,7 @@ class APIFuture(Generic[T]):
         return self._convert(value) if self._convert is not None else value
 
     def done(self) -> bool:
+        self._prepare()
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:

@@ -29,10 +29,15 @@ class Keeper:
         row = {"name": name, "kind": "final" if last else "last", "stage": stage, "batch": step}
         self.logbook.checkpoint({**row, "state_path": str(path), "sampler_path": str(path / "model")})
         self._prune("last", keep_last)
+        for known_stage in {r["stage"] for r in self.logbook.checkpoints()}:
+            self._prune("best", 1, known_stage)
         return path
 
     def best(self, policy: TrainingClient, step: int, stage: str, metric: str, value: float) -> None:
-        """Keeps these weights (for sampling alone) if `metric` is higher than ever before in this stage."""
+        """Keeps these weights (for sampling alone) if `metric` is higher than ever before in this stage.
+
+        The best before stays until the next resumable checkpoint: a run resumed from before this step still has it.
+        """
         rows = [r for r in self.logbook.checkpoints() if r.get("kind") == "best" and r["stage"] == stage]
         if rows and rows[-1]["value"] >= value:
             return
@@ -40,7 +45,6 @@ class Keeper:
         path = policy.save_weights_for_sampler(name).result().path
         row = {"name": name, "kind": "best", "stage": stage, "batch": step, "metric": metric, "value": value}
         self.logbook.checkpoint({**row, "state_path": None, "sampler_path": path})
-        self._prune("best", 1, stage)
 
     def _prune(self, kind: str, keep: int, stage: str | None = None) -> None:
         rows = [r for r in self.logbook.checkpoints() if r.get("kind") == kind and stage in (None, r["stage"])]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl import distributed
 from rl.backend import make_backend, place
+from rl.errors import UserError
 from rl.logprobs import HeadRequest, LogprobHead
 from rl.losses import LossSpec
 from rl.models import LoadedModel, is_lora
@@ -33,6 +34,13 @@ class LearnerSettings:
     layout: str = "auto"
     fused: bool = True
     gradient_checkpointing: bool = False
+
+
+def _has_sliding_window(model: Any) -> bool:
+    config = model.config.get_text_config().to_dict()
+    if config.get("layer_types"):
+        return "sliding_attention" in config["layer_types"]
+    return bool(config.get("sliding_window")) and bool(config.get("use_sliding_window", True))
 
 
 class Learner:
@@ -52,9 +60,13 @@ class Learner:
         self.head = LogprobHead(self.model, fused=settings.fused)  # tries the model out, so before it is sharded
         self.backend = make_backend(self.model, self.trainable, accelerator)
         self.is_lora = is_lora(self.model)
+        self.windowed = _has_sliding_window(self.model)
+        if self.windowed and settings.layout == "shared":
+            raise UserError("layout: shared gives attention a mask of its own, which a model with a sliding window would not keep to: "
+                            "use padded or packed")  # fmt: skip
         self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
         self.has_gradient = False
-        self._forget_sampling()
+        self.forget_sampling()
 
     # ------------------------------------------------------------------------------------------------ forward, backward
 
@@ -125,9 +137,10 @@ class Learner:
             layout = self._layout(same)
             together = units(same, layout, budget)
             costs = [unit_cost(same, unit) for unit in together]
+            share = budget
             if world > 1:  # enough micro-batches to go round
-                budget = max(1, min(budget, -(-sum(costs) // world)))
-            for chunk in plan(costs, budget, layout):
+                share = max(1, min(budget, -(-sum(costs) // world)))
+            for chunk in plan(costs, share, layout):
                 chunks.append((layout, [[members[i] for i in together[j]] for j in chunk]))
         mine = chunks[rank::world]
         batches = [collate(datums, chunk, layout, self.accelerator.device) for layout, chunk in mine]
@@ -139,9 +152,9 @@ class Learner:
     def _layout(self, datums: Sequence[Datum]) -> str:
         if self.settings.layout != "auto":
             return self.settings.layout
+        if self.windowed:
+            return "padded"
         config = self.model.config.get_text_config().to_dict()
-        if "sliding_attention" in (config.get("layer_types") or ()):
-            return "padded"  # a mask of our own would let such layers see too far
         return choose_layout(datums, self.settings.token_budget, config.get("hidden_size") or config["n_embd"])
 
     def _collect(self, outputs: dict, batch: PackedBatch, logp: Tensor, entropy_T: Tensor | None) -> None:
@@ -168,23 +181,42 @@ class Learner:
         if not applied:
             return {"grad_norm": norm, "skipped_nonfinite": 1.0}
         self.version += 1
-        self._forget_sampling()
         return {"grad_norm": float(norm)}
 
     # ---------------------------------------------------------------------------------------- what was sampled from it
 
-    def _forget_sampling(self) -> None:
-        """At a new version: nothing has been sampled from it yet."""
-        self.last_temperature: float | None = None
+    def forget_sampling(self) -> None:
+        """Nothing is known of samples of these weights."""
+        self._sampled_version: int | None = None
+        self.temperatures: list[float] = []
         self._truncated = self._untruncated = False
 
     def note_sampling(self, params: Sequence[SamplingParams]) -> None:
-        """Remembers how this version was sampled from; greedy samples are for looking at, not for training."""
+        """Remembers how the newest version that was sampled from was: it stands until a newer one is sampled from.
+
+        (Several updates on the same samples are all scored as these were drawn.) Greedy samples are for looking at.
+        """
         for one in params:
             if one.temperature > 0:
-                self.last_temperature = one.temperature
+                if self._sampled_version != self.version:
+                    self.forget_sampling()
+                    self._sampled_version = self.version
+                if one.temperature not in self.temperatures:
+                    self.temperatures.append(one.temperature)
                 truncated = one.top_k != -1 or one.top_p < 1
                 self._truncated, self._untruncated = self._truncated or truncated, self._untruncated or not truncated
+
+    def sampled_temperature(self) -> float:
+        """The temperature to score at by default: that of the samples, 1 if there are none.
+
+        Raises ValueError where these weights were sampled at several: which of them the data is of cannot be known.
+        """
+        if len(self.temperatures) > 1:
+            raise ValueError(
+                f"these weights were sampled at the temperatures {self.temperatures}: say which of them this data was drawn at, "
+                'loss_fn_config={"temperature": ...}'
+            )
+        return self.temperatures[0] if self.temperatures else 1.0
 
     def refuse_truncated_samples(self) -> None:
         """Raises ValueError where every sample of this version was drawn with top-k or top-p.
@@ -225,6 +257,7 @@ class Learner:
         return self.backend.optimizer_tensors()
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces AdamW's state; nothing makes it a fresh optimizer."""
         self.backend.load_optimizer_tensors(tensors)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:

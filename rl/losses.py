@@ -15,7 +15,7 @@ Masked positions are selected away, never multiplied by zero: a NaN there change
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -133,6 +133,7 @@ class LossSpec:
     config: tuple[str, ...] = ()
     soft_targets: bool = False
     fused: LossFn | None = None
+    as_sampled: bool = False  # scored at the temperature last sampled with, unless one is given
 
     def on(self, device: torch.device, *, fused: bool) -> LossFn:
         """The function to call there: one kernel on a GPU where there is one, the plain formula elsewhere."""
@@ -140,12 +141,16 @@ class LossSpec:
 
 
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
+_RL = ("target_tokens", "advantages")
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("target_tokens",), ("weights",), soft_targets=True),
-    "importance_sampling": LossSpec(importance_sampling, fused=one_pass("importance_sampling"), required=("target_tokens", "advantages"), optional=("logprobs", "mask")),
-    "ppo": LossSpec(ppo, fused=one_pass("ppo"), required=("target_tokens", "advantages", "logprobs"), optional=("mask", *_CLIP), config=_CLIP),
-    "cispo": LossSpec(cispo, fused=one_pass("cispo"), required=("target_tokens", "advantages", "logprobs"), optional=("mask", *_CLIP), config=_CLIP),
+    "importance_sampling": LossSpec(
+        importance_sampling, _RL, ("logprobs", "mask"), fused=one_pass("importance_sampling"), as_sampled=True
+    ),
+    "ppo": LossSpec(ppo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=one_pass("ppo"), as_sampled=True),
+    "cispo": LossSpec(cispo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=one_pass("cispo"), as_sampled=True),
 }
+CUSTOM = replace(LOSSES["cross_entropy"], as_sampled=True)  # what forward_backward_custom runs
 
 
 def get_loss(name: str) -> LossSpec:

@@ -181,6 +181,9 @@ def _prepared(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name in ("attention_dropout", "dropout"):  # attention modules keep a number of their own
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
     config = model.config.get_text_config()
     for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         if name in config.to_dict():
@@ -217,10 +220,12 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig) -> LoadedModel:
     from peft import get_peft_model
 
     if lora.rank < 1:
-        raise UserError(f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_training_client without LoRA)")
+        raise UserError(f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_full_training_client)")
+    if lora.alpha is not None and not lora.alpha > 0:
+        raise UserError(f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}")
     config = PeftConfig(
         r=lora.rank,
-        lora_alpha=int(lora.alpha) if lora.alpha is not None else lora.rank,
+        lora_alpha=lora.alpha if lora.alpha is not None else lora.rank,  # type: ignore[arg-type]  # a float works
         target_modules=lora_targets(loaded.model, lora),
         lora_dropout=0.0,
         bias="none",

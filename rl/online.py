@@ -11,6 +11,7 @@ from rl.stage import Stage
 def train_online(stage: Stage) -> None:
     """Runs a stage of a method that learns from its own samples, from where it stands to its end."""
     sampler = stage.start()
+    assert sampler is not None
     for batch in stage.batches():
         builders = stage.groups(stage.problems.batch(batch, stage.loop.batch_size, stage.seed), stage.method.group_size)
         rollouts = rollout(builders, sampler, stage.sampling_params, seed=derive_seed(stage.seed, "sample", batch))  # 1, 2

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl import checkpoint
 from rl.cli import Stage as StagePlan
 from rl.data import load_problems
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
 from rl.learner import LearnerSettings
+from rl.methods import METHODS
 from rl.renderers import Renderer, get_renderer
 from rl.rewards import Scorer
 from rl.sampling_client import SamplingClient
@@ -19,6 +21,7 @@ from rl.seeds import derive_seed
 from rl.service import ServiceClient
 from rl.settings import DataSettings, ModelSettings
 from rl.training_client import TrainingClient
+from rl.types import Problem
 from rl.worker import SamplerSettings, WorkerSettings
 
 
@@ -114,6 +117,7 @@ def make_policy(
     if previous is not None:
         base = str(Path(previous) / "model")
         if (Path(base) / "adapter_config.json").is_file():
+            _check_adapter(previous, model)
             return service.create_training_client_from_state(previous)  # an adapter: go on with it
     weights_seed = derive_seed(seed, "weights") % 2**31
     if model.lora_rank == 0:
@@ -131,6 +135,19 @@ def make_policy(
     )
 
 
+def _check_adapter(previous: str, model: ModelSettings) -> None:
+    """A stage goes on with the adapter of the stage before; one that asks for another shape must not be told nothing."""
+    saved = checkpoint.read_state(Path(previous))["spec"]["lora"]
+    asked = {"rank": model.lora_rank, "alpha": model.lora_alpha}
+    asked |= {name: getattr(model, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+    changed = [f"{name} {saved[name]} -> {value}" for name, value in asked.items() if saved[name] != value]
+    if changed:
+        raise UserError(
+            f"the stage before trained a LoRA adapter, which this stage goes on with, but it asks for another: {', '.join(changed)}. "
+            "Set the lora settings at the recipe's top level, for all stages"
+        )
+
+
 def make_renderer(client: TrainingClient | SamplingClient, asked: str | None) -> Renderer:
     """The renderer asked for by name; else the model's own chat template, or plain text where its tokenizer has none."""
     tokenizer = client.get_tokenizer()
@@ -139,15 +156,37 @@ def make_renderer(client: TrainingClient | SamplingClient, asked: str | None) ->
     return get_renderer(asked or ("chat_template" if tokenizer.chat_template else "plain"), tokenizer)
 
 
-def check_lengths(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
-    """Raises UserError if a prompt of the held-out set or of the first rows leaves no room for max_tokens in the context."""
-    limit, wanted = policy.info["max_context"], prepared.plan.settings.sampling.max_tokens
-    sets = [s for s in (prepared.test_problems, prepared.problems) if s is not None]
-    for problems in sets if limit is not None else ():
-        for problem in problems[: min(len(problems), 256)]:
-            length = renderer.build_generation_prompt(problem.messages).length
-            if length + wanted > limit:
+def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
+    """Raises UserError naming the first row that could not be trained on or evaluated, before anything is.
+
+    Online: every prompt leaves room for max_tokens in the context. Offline: every row has a response, and the whole fits.
+    Held-out rows are sampled in both. A text of so few bytes that it must fit is not tokenised: every token is at least one.
+    """
+    plan = prepared.plan
+    limit, wanted = policy.info["max_context"], plan.settings.sampling.max_tokens
+    online = METHODS[plan.method].hooks(plan.settings).online
+    sets = [(prepared.problems, online)] + ([(prepared.test_problems, True)] if prepared.test_problems is not None else [])
+    for problems, sampled in sets:
+        for problem in problems:
+            if not sampled and problem.response is None:
+                raise UserError(f"row {problem.index} of {problems.name} has no response to learn: name its column with --response-column")
+            size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
+            size += wanted if sampled else len((problem.response or "").encode())
+            if limit is None or size <= limit:
+                continue
+            length = _length(problem, renderer, None if sampled else problem.response) + (wanted if sampled else 0)
+            if length > limit:
+                what = f"its prompt and max_tokens {wanted}" if sampled else "its prompt and response"
                 raise UserError(
-                    f"the prompt of row {problem.index} of {problems.name} has {length} tokens; with max_tokens {wanted} that is more "
-                    f"than the model's context of {limit}: lower --max-tokens or shorten the prompt"
+                    f"row {problem.index} of {problems.name} does not fit: {what} take {length} tokens, the model's context holds "
+                    f"{limit}; shorten or leave out the row" + (", or lower --max-tokens" if sampled else "")
                 )
+
+
+_TEMPLATE = 256  # tokens that a chat template may add around the messages
+
+
+def _length(problem: Problem, renderer: Renderer, response: str | None) -> int:
+    if response is None:
+        return renderer.build_generation_prompt(problem.messages).length
+    return renderer.build_supervised_example([*problem.messages, {"role": "assistant", "content": response}])[0].length

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.rewards import Score
+from rl.rewards import PendingScore, Score
 from rl.sampler import Request
 from rl.sampling_client import SamplingClient
 from rl.seeds import derive_seed
@@ -149,7 +149,7 @@ def _advance(live: Sequence[_Episode], actions: Sequence[SampledSequence]) -> No
 
 def _settle(result: StepResult) -> tuple[float, dict[str, float], str | None]:
     """(reward, metrics, error): a number as it is, a pending score once it is there."""
-    if isinstance(result.reward, int | float):
+    if not isinstance(result.reward, PendingScore):
         return float(result.reward), result.metrics, None
     score: Score = result.reward.result()
     return score.reward if score.reward is not None else 0.0, {**result.metrics, **score.metrics}, score.error

@@ -21,7 +21,7 @@ from rl.methods import METHODS
 from rl.methods.base import Models
 from rl.offline import train_offline
 from rl.online import train_online
-from rl.prepare import Prepared, check_lengths, make_policy, make_renderer, names_its_model, prepare, worker_settings
+from rl.prepare import Prepared, check_rows, make_policy, make_renderer, names_its_model, prepare, worker_settings
 from rl.service import ServiceClient
 from rl.stage import HeldOut, Stage
 from rl.training_client import TrainingClient
@@ -38,6 +38,7 @@ class Position:
     stage: int = 0
     next_batch: int = 0
     step: int = -1
+    stage_ended: bool = False
     loop_state: Mapping[str, Any] | None = None
 
 
@@ -68,7 +69,7 @@ def _position(run: Run, folder: Path, console: Console) -> Position:
     changed = difference(saved_config(folder), resolved(run), ignore=_FREE)
     if changed:
         raise UserError(
-            "a resumed run keeps its settings, these differ: " + "; ".join(changed) + ". Give the run's own settings, or a new --output-dir"
+            f"a resumed run keeps its settings, these differ: {'; '.join(changed)}. Give the run's own settings, or a new --output-dir"
         )
     found = Keeper.newest_whole(folder, read_rows(folder / CHECKPOINTS), console)
     if found is None:
@@ -77,7 +78,7 @@ def _position(run: Run, folder: Path, console: Console) -> Position:
     row, state = found
     loop = state["metadata"]
     console.note(f"going on from {row['name']} (stage {row['stage']}, {loop['next_batch']} steps done)")
-    return Position(str(folder / "checkpoints" / row["name"]), loop["stage"], loop["next_batch"], row["batch"], loop)
+    return Position(str(folder / "checkpoints" / row["name"]), loop["stage"], loop["next_batch"], row["batch"], row["kind"] == "final", loop)
 
 
 @contextmanager
@@ -110,8 +111,8 @@ class _Whereabouts:
     def __init__(self, run: Run, folder: Path, stages: Sequence[Prepared], position: Position):
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
         self.index = position.stage
-        if position.state_path is not None and position.next_batch >= stages[self.index].plan.settings.loop.steps:
-            self.index += 1  # that stage was finished
+        if position.stage_ended:  # not: all its batches are trained; the stage's final checkpoint may be missing still
+            self.index += 1
 
     @property
     def finished(self) -> bool:
@@ -136,7 +137,7 @@ class _Whereabouts:
         previous = None if names_its_model(self.run.stages, index) else self.final_path(index - 1)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         policy = make_policy(service, prepared.plan.settings.model, previous, resume_from, self.run.options.seed)
-        check_lengths(prepared, policy, make_renderer(policy, prepared.plan.settings.data.renderer))
+        check_rows(prepared, policy, make_renderer(policy, prepared.plan.settings.data.renderer))
         return policy
 
     def stage(
@@ -209,9 +210,9 @@ def _conclude(at: _Whereabouts, held_out: Mapping[str, HeldOut], console: Consol
     remarks = []
     for name, found in held_out.items():
         if found.after is not None:
-            results[f"held-out accuracy, {name}"] = (found.before, found.after)
+            results[f"held-out {found.what}, {name}"] = (found.before, found.after)
         if found.greedy_after is not None:
-            results[f"greedy accuracy, {name}"] = (found.greedy_before, found.greedy_after)
+            results[f"greedy {found.what}, {name}"] = (found.greedy_before, found.greedy_after)
         remarks += [text for text in [found.sharpening()] if text is not None]
     console.end(
         f"{at.run.name}: done",

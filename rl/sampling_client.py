@@ -59,11 +59,14 @@ class SamplingClient(IsItsOwnFuture):
             raise ValueError("the prompt is empty: sampling starts from at least one token (a BOS token, say)")
         vocabulary = self.info["vocab_size"]
         if min(tokens) < 0 or max(tokens) >= vocabulary:
-            raise ValueError(f"the prompt holds ids outside 0 to {vocabulary - 1}: {[t for t in tokens if not 0 <= t < vocabulary][:3]}")
+            wrong = [t for t in tokens if not 0 <= t < vocabulary][:3]
+            raise ValueError(f"the prompt holds ids outside 0 to {vocabulary - 1}: {wrong}")
+        self._check_params(len(tokens), sampling_params)
         if sampling_params.seed is not None:
             seed, problem = sampling_params.seed, derive_seed("prompt", *tokens)
         else:
-            seed, problem = self._service.seed, self._service._next_stream()
+            # With the version, a script that resumed from a checkpoint does not repeat the draws it made before.
+            seed, problem = self._service.seed, derive_seed("call", self.version, self._service._next_stream())
         request = Request(
             prompt=tokens,
             num_samples=num_samples,
@@ -77,6 +80,15 @@ class SamplingClient(IsItsOwnFuture):
         future = self._driver.submit_sample(self._version_id, request)
         return APIFuture(future, lambda response: self._keep(response), before_wait=self._driver.flush)
 
+    def _check_params(self, prompt: int, params: SamplingParams) -> None:
+        """What can be known now is refused now, so that it does not fail the samples it would run beside."""
+        limit, wanted = self.info["max_context"], params.max_tokens
+        if limit is not None and prompt + (wanted or 1) > limit + 1:
+            raise ValueError(f"a prompt of {prompt} tokens and max_tokens={wanted} exceed the model's context of {limit}")
+        stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        if any(isinstance(one, str) for one in stop) and self.info["tokenizer"] is None:
+            raise ValueError(f"stop strings {stop[:2]} need a tokenizer, which this model has not: give token ids")
+
     def _keep(self, response: SampleResponse) -> SampleResponse:
         """Bound to the client, so that the version lives as long as a future of it does."""
         return response
@@ -88,7 +100,10 @@ class SamplingClient(IsItsOwnFuture):
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
         """The logprob of each token of `prompt` given those before it, at temperature 1; entry 0 is None."""
-        future = self._driver.submit("compute_logprobs", self._version_id, [prompt.to_ints()])
+        tokens, vocabulary = prompt.to_ints(), self.info["vocab_size"]
+        if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
+            raise ValueError(f"compute_logprobs takes at least one token and ids from 0 to {vocabulary - 1}, got {tokens[:8]}")
+        future = self._driver.submit("compute_logprobs", self._version_id, [tokens])
         return APIFuture(future, lambda values: values[0])
 
     async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
@@ -101,7 +116,9 @@ class SamplingClient(IsItsOwnFuture):
         return self.info["tokenizer"]
 
     def release(self) -> None:
-        """Gives the weights back now rather than when the client is collected."""
+        """Gives the weights back now rather than when the client is collected; samples asked for before still run."""
+        if not self._driver.closed:
+            self._driver.flush()
         self._finalizer()
 
 

@@ -75,7 +75,7 @@ def _state(learner: Learner, spec: ModelSpec, metadata: Mapping[str, Any]) -> di
         "format": FORMAT,
         "spec": asdict(spec),
         "version": learner.version,
-        "last_temperature": learner.last_temperature,
+        "temperatures": learner.temperatures,
         "metadata": dict(metadata),
     }
 
@@ -126,14 +126,14 @@ def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) ->
     from safetensors.torch import load_file
 
     state = checkpoint.read_state(path)
-    folder = model_folder(path)
-    learner.load_weights(_read_weights(learner, folder))
+    file = path / "optimizer.safetensors"
+    if with_optimizer and not file.is_file():
+        raise UserError(f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it")
+    learner.load_weights(_read_weights(learner, model_folder(path)))
+    learner.forget_sampling()
+    learner.load_optimizer_tensors(load_file(str(file)) if with_optimizer else {})
     if with_optimizer:
-        file = path / "optimizer.safetensors"
-        if not file.is_file():
-            raise UserError(f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it")
-        learner.load_optimizer_tensors(load_file(str(file)))
-        learner.version, learner.last_temperature = state["version"], state["last_temperature"]
+        learner.version, learner.temperatures = state["version"], list(state["temperatures"])
         rng = load_file(str(path / "rng.safetensors"))
         if f"rank{rank}" in rng:
             torch.set_rng_state(rng[f"rank{rank}"])

@@ -69,6 +69,8 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         _at_least("lora_rank", self.lora_rank, 0)
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise ValueError(f"lora_alpha is positive, got {self.lora_alpha}")
 
 
 @dataclass(frozen=True, kw_only=True)

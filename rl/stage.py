@@ -34,16 +34,19 @@ class EveryRewardFailed(UserError):
 
 @dataclass
 class HeldOut:
-    """Held-out accuracy before the first step and at the last evaluation: of samples, and of greedy answers."""
+    """Held-out figures before the first step and at the last evaluation: of samples, and of greedy answers."""
 
     before: float | None = None
     after: float | None = None
     greedy_before: float | None = None
     greedy_after: float | None = None
+    what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
 
     def sharpening(self) -> str | None:
         """What an honest reader must know of the gain, if most of it was there for greedy decoding already."""
         if self.before is None or self.after is None or self.greedy_before is None or self.after <= self.before:
+            return None
+        if self.what != "accuracy":
             return None
         share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
         if share < 0.5:
@@ -95,9 +98,12 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------ what a loop calls
 
-    def start(self) -> SamplingClient:
-        """A sampler of the policy as it is, evaluated if this is the stage's beginning."""
+    def start(self) -> SamplingClient | None:
+        """A sampler of the policy as it is, evaluated if this is the stage's beginning; None where nothing is ever sampled."""
         self.console.stage(self.name, self.loop.steps, first=self.first_step, done=self.done)
+        self._clock = time.perf_counter()
+        if not self.method.online and not self.loop.eval_every:
+            return None
         sampler = self.models.policy.save_weights_and_get_sampling_client()
         if self.done == 0 and self.loop.eval_every:
             self._log(0, {**self.evaluate(sampler), **self.evaluate_greedy(sampler)})
@@ -122,7 +128,7 @@ class Stage:
                 self.console.warn(f"{len(rollouts.errors)} samples were left out of this batch: {rollouts.errors[0]}")
         versions = {turn.ac.version for g in rollouts.groups for t in g.trajectories_G for turn in t.transitions}
         if versions - {sampler.version}:
-            raise RuntimeError(f"samples of versions {sorted(map(str, versions))} where version {sampler.version} of the weights was expected")
+            raise RuntimeError(f"samples of versions {sorted(map(str, versions))}, version {sampler.version} of the weights was expected")
         if not rollouts.groups:
             raise EveryRewardFailed(f"the reward failed on every sample of the batch: {rollouts.errors[0]}")
 
@@ -131,16 +137,17 @@ class Stage:
         every = self.loop.eval_every
         return bool(every) and ((batch + 1) % every == 0 or batch + 1 == self.loop.steps)
 
-    def next_sampler(self, old: SamplingClient) -> SamplingClient:
+    def next_sampler(self, old: SamplingClient | None) -> SamplingClient:
         """The new weights, in the old sampler's place."""
-        old.release()
+        if old is not None:
+            old.release()
         return self.models.policy.save_weights_and_get_sampling_client()
 
     def end_batch(
         self,
         batch: int,
         metrics: Mapping[str, float],
-        sampler: SamplingClient,
+        sampler: SamplingClient | None,
         rollouts: Rollouts | None = None,
         datums: Sequence[Datum] = (),
     ) -> None:
@@ -158,14 +165,14 @@ class Stage:
             row.update({f"sampler/{name}": count for name, count in rollouts.counters.items()})
             tokens = rollouts.counters["emitted_tokens"]
         row["time/tokens_per_second"] = tokens / max(seconds, 1e-9)
-        if self.samples_at(batch):
+        if sampler is not None and self.samples_at(batch):
             row.update(self.evaluate(sampler))
             if done == self.loop.steps:
                 row.update(self.evaluate_greedy(sampler))
         self.done = done
         self._log(done, row)
         if rollouts is not None and self.loop.rollouts_every and (batch % self.loop.rollouts_every == 0):
-            self.logbook.rollouts(self.first_step + done, rollout_rows(rollouts, self.method, self.renderer))
+            self.logbook.rollouts(self.first_step + done, rollout_rows(rollouts, self.renderer))
         self._keep(done, row)
         if self.stop_request.exit_code is not None:
             self.save(done)
@@ -188,9 +195,14 @@ class Stage:
         self.check(result, sampler)
         metrics = group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
-        accuracy, held_out = metrics.get(HELD_OUT), self.held_out
+        accuracy, held_out = self._headline(metrics, "test/env/all"), self.held_out
         held_out.before, held_out.after = (accuracy if held_out.before is None else held_out.before), accuracy
         return metrics
+
+    def _headline(self, metrics: Mapping[str, float], name: str) -> float | None:
+        """Accuracy where the reward tells what is correct, else the reward itself."""
+        self.held_out.what = "accuracy" if f"{name}/correct" in metrics else "reward"
+        return metrics.get(f"{name}/correct", metrics.get(f"{name}/reward/total"))
 
     def evaluate_greedy(self, sampler: SamplingClient) -> dict[str, float]:
         """`test/greedy/...`: the likeliest answer to each held-out problem, where sampling does not give it anyway."""
@@ -199,7 +211,7 @@ class Stage:
         builders = self.groups(list(self.test_problems), 1)
         result = rollout(builders, sampler, replace(self.eval_params, temperature=0.0), seed=0)
         metrics = {k: v for k, v in group_metrics(result.groups, "test/greedy").items() if k.startswith(KEPT_OF_GREEDY)}
-        accuracy, held_out = metrics.get("test/greedy/all/correct"), self.held_out
+        accuracy, held_out = self._headline(metrics, "test/greedy/all"), self.held_out
         held_out.greedy_before = accuracy if held_out.greedy_before is None else held_out.greedy_before
         held_out.greedy_after = accuracy
         return metrics
@@ -213,6 +225,11 @@ class Stage:
         if self.loop.save_every and done % self.loop.save_every == 0 and done < self.loop.steps:
             self.save(done)
         best = self.loop.keep_best
+        if best == HELD_OUT and best not in row:
+            best = "test/env/all/reward/total"  # a reward that does not tell what is correct
+        if best is not None and best not in row and self.samples_at(done - 1) and best not in self._said:
+            self._said.add(best)
+            self.console.warn(f"keep_best asks for {best}, which this run does not measure: no best weights are kept")
         if best is not None and best in row:
             self.keeper.best(self.models.policy, self.first_step + done, self.name, best, row[best])
 
@@ -230,12 +247,10 @@ class Stage:
         )
 
 
-def rollout_rows(rollouts: Rollouts, method: Any, renderer: Renderer) -> Iterator[dict[str, Any]]:
+def rollout_rows(rollouts: Rollouts, renderer: Renderer) -> Iterator[dict[str, Any]]:
     """One row for each trajectory: what was asked, answered, drawn and earned, to read and to train on again."""
     for g, group in enumerate(rollouts.groups):
-        rewards = group.get_total_rewards()
-        average = sum(rewards) / len(rewards)
-        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, rewards, strict=True)):
+        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
             turn = trajectory.transitions[-1]
             yield {
                 "group": g,
@@ -245,7 +260,7 @@ def rollout_rows(rollouts: Rollouts, method: Any, renderer: Renderer) -> Iterato
                 "prompt": turn.logs.get("prompt", ""),
                 "response": turn.logs.get("response", ""),
                 "reward": reward,
-                "advantage": reward - average,
+                "advantage": trajectory.advantage,
                 "stop_reason": turn.ac.stop_reason,
                 "version": turn.ac.version,
                 "metrics": turn.metrics,

@@ -15,7 +15,7 @@ from rl import types
 from rl.datums import check_datum
 from rl.driver import Driver
 from rl.futures import APIFuture, IsItsOwnFuture
-from rl.losses import LossSpec, get_loss
+from rl.losses import CUSTOM, LossSpec, get_loss
 from rl.sampling_client import SamplingClient
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
 
@@ -106,14 +106,23 @@ class TrainingClient(IsItsOwnFuture):
         if limit is not None and datum.model_input.length > limit:
             raise ValueError(f"datum {index} has {datum.model_input.length} tokens, the model's context holds {limit}")
 
-    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLoss, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
         """A loss of one's own on the logprobs: `loss_fn(data, logprobs) -> (loss, metrics)`.
 
         `logprobs[i]` is a float32 tensor of datum i's target logprobs that records gradients. It runs on the driver:
         a forward, the user's loss and its gradient dC/dlogprobs, then `cross_entropy` with weights -dC/dlogprobs.
+        `loss_fn_config` takes "temperature"; by default the one last sampled with, or 1 where nothing was sampled.
         """
+        config = dict(loss_fn_config or {})
+        for i, datum in enumerate(data):
+            if "target_tokens" not in datum.loss_fn_inputs:
+                raise ValueError(f"datum {i} lacks loss_fn_inputs['target_tokens'] (it has {sorted(datum.loss_fn_inputs)})")
         bare = [Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in data]
-        outputs = self.forward(bare, "cross_entropy").result().loss_fn_outputs
+        self._check(bare, "cross_entropy", config)
+        first = self._driver.submit("forward_backward", self.model_id, bare, CUSTOM, config, 1.0, False)
+        outputs = _output(first.result()).loss_fn_outputs
         logprobs = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in outputs]
         loss, metrics = loss_fn(list(data), logprobs)
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
@@ -124,7 +133,7 @@ class TrainingClient(IsItsOwnFuture):
             n = datum.model_input.length
             datum.loss_fn_inputs["weights"] = TensorData.from_torch(torch.zeros(n) if gradient is None else -gradient)
         named = {name if ":" in name else f"{name}:mean": float(value) for name, value in metrics.items()}
-        future = self._driver.submit("forward_backward", self.model_id, bare, get_loss("cross_entropy"), {}, 1.0, True)
+        future = self._driver.submit("forward_backward", self.model_id, bare, CUSTOM, config, 1.0, True)
         self._backwards.append(future)
 
         def convert(value: Any) -> ForwardBackwardOutput:
@@ -182,10 +191,9 @@ class TrainingClient(IsItsOwnFuture):
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """A sampling client of the weights as they are now. Without a name nothing is written."""
-        if name is not None:
-            self.save_weights_for_sampler(name)
+        saved = [] if name is None else [self.save_weights_for_sampler(name)._future]
         version_id = self._service._next_version_id()
-        created = self._driver.submit("snapshot", self.model_id, version_id)
+        created = self._driver.submit("snapshot", self.model_id, version_id, after=saved)
         return SamplingClient(self._service, self._driver, version_id, created, self.info)
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:

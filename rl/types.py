@@ -357,11 +357,11 @@ class Transition:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode. `error` names the reward that failed; such a trajectory is counted and never trained on."""
+    """One episode. `advantage`: what the method credited its actions with, once it has."""
 
     transitions: list[Transition]
     final_ob: ModelInput = field(default_factory=ModelInput.empty)
-    error: str | None = None
+    advantage: float | None = None
 
 
 @dataclass(slots=True)

@@ -77,7 +77,20 @@ class Worker:
         self.learners: dict[int, Learner] = {}
         self.specs: dict[int, ModelSpec] = {}
         self.versions: dict[int, SamplerVersion] = {}
+        self.saved_by: dict[str, int] = {}  # which learner wrote a folder, so that samples from it count as that learner's
         self.latest: dict[int, Decoder] = {}  # per learner: the decoder whose frozen base later versions share
+
+    def merge(self, verb: str, parts: Sequence[Any]) -> Any:
+        """The ranks' parts of a verb's result as what the driver gets; rank 0's own where the others' say nothing new."""
+        match verb:
+            case "forward_backward":
+                metrics = {"loss:sum": 0.0, **_summed([sums for _, sums, _ in parts]), "temperature:mean": parts[0][2]}
+                return _merged([outputs for outputs, _, _ in parts]), metrics
+            case "sample":
+                return _merged([responses for responses, _ in parts]), _summed([counters for _, counters in parts])
+            case "compute_logprobs":
+                return _merged(parts)
+        return parts[0]
 
     # ----------------------------------------------------------------------------------------------------------- models
 
@@ -132,8 +145,8 @@ class Worker:
         divisor: float,
         backward: bool,
         entropy: bool = False,
-    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-        """Outputs in the order of `datums`, and metrics summed over ranks."""
+    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
+        """This rank's outputs by datum index, its metric sums, the temperature. Merged: outputs in order, and metrics."""
         learner = self.learners[model_id]
         loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
         if backward and datums and "advantages" in loss.required:
@@ -141,22 +154,11 @@ class Worker:
         settings = dict(config)
         temperature = settings.pop("temperature", None)
         if temperature is None:
-            sampled = learner.last_temperature if "advantages" in loss.required else None
-            temperature = sampled if sampled is not None else 1.0
+            temperature = learner.sampled_temperature() if loss.as_sampled and datums else 1.0
         outputs, sums = learner.run(
             datums, loss, settings, temperature=temperature, divisor=divisor, backward=backward, entropy=entropy
         )
-        parts = self.objects.gather((outputs, sums))
-        if parts is None:
-            return [], {}
-        merged: dict[int, dict[str, np.ndarray]] = {}
-        metrics: dict[str, float] = {"loss:sum": 0.0}
-        for part_outputs, part_sums in parts:
-            merged.update(part_outputs)
-            for name, value in part_sums.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-        metrics["temperature:mean"] = temperature
-        return [merged[i] for i in range(len(datums))], metrics
+        return outputs, sums, temperature
 
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
         return self.learners[model_id].step(params)
@@ -189,15 +191,18 @@ class Worker:
         loaded, version, spec = saving.load_for_sampling(path, base_model)
         loaded.model.to(self.accelerator.device)
         decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind)
-        owner = next((i for i, s in self.specs.items() if s == spec and self.learners[i].version == version), None)
-        self.versions[version_id] = SamplerVersion(decoder, loaded, version, self.learners.get(owner) if owner is not None else None)
+        owner = self.saved_by.get(str(Path(path).resolve())) if path is not None else None
+        self.versions[version_id] = SamplerVersion(decoder, loaded, version, None if owner is None else self.learners.get(owner))
         return {**self._info(loaded, spec), "version": version}
 
     def forget_version(self, version_id: int) -> None:
         self.versions.pop(version_id, None)
 
-    def sample(self, version_id: int, requests: Sequence[Request]) -> tuple[list[SampleResponse], dict[str, int]]:
-        """Responses in the order of requests, and the engines' counters summed. Requests are dealt out over the ranks by cost."""
+    def sample(self, version_id: int, requests: Sequence[Request]) -> tuple[dict[int, SampleResponse], dict[str, int]]:
+        """This rank's responses by index and its engine's counters. Merged: all in the order of requests, counters summed.
+
+        Requests are dealt out over the ranks by cost.
+        """
         source = self.versions[version_id]
         mine = _share([len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests])
         limits = self.settings.sampler
@@ -217,40 +222,43 @@ class Worker:
                 sequence.version = source.version
         if source.learner is not None and source.learner.version == source.version:
             source.learner.note_sampling([r.params for r in requests])
-        parts = self.objects.gather((mine, responses, asdict(engine.counters)))
-        if parts is None:
-            return [], {}
-        ordered: dict[int, SampleResponse] = {}
-        counters: dict[str, int] = {}
-        for indices, part, counts in parts:
-            ordered.update(zip(indices, part, strict=True))
-            for name, count in counts.items():
-                counters[name] = counters.get(name, 0) + count
-        return [ordered[i] for i in range(len(requests))], counters
+        return dict(zip(mine, responses, strict=True)), asdict(engine.counters)
 
-    def compute_logprobs(self, version_id: int, prompts: Sequence[list[int]]) -> list[list[float | None]]:
+    def compute_logprobs(self, version_id: int, prompts: Sequence[list[int]]) -> dict[int, list[float | None]]:
+        """This rank's share by index; merged: all of them in the order of `prompts`."""
         mine = _share([len(p) for p in prompts])
-        values = score(self.versions[version_id].decoder, [prompts[i] for i in mine])
-        parts = self.objects.gather((mine, values))
-        if parts is None:
-            return []
-        ordered = {i: v for indices, part in parts for i, v in zip(indices, part, strict=True)}
-        return [ordered[i] for i in range(len(prompts))]
+        return dict(zip(mine, score(self.versions[version_id].decoder, [prompts[i] for i in mine]), strict=True))
 
     # ------------------------------------------------------------------------------------------------------------ saving
 
     def save_state(self, model_id: int, path: str, metadata: Mapping[str, Any], ttl_seconds: float | None) -> str:
         rng = self.objects.gather(torch.get_rng_state())
         saving.save_state(self.learners[model_id], self.specs[model_id], Path(path), rng, metadata, ttl_seconds)
+        self.saved_by[str(Path(path).resolve())] = model_id
         return path
 
     def save_for_sampler(self, model_id: int, path: str, merged: bool, ttl_seconds: float | None) -> str:
         saving.save_for_sampler(self.learners[model_id], self.specs[model_id], Path(path), merged, ttl_seconds)
+        self.saved_by[str(Path(path).resolve())] = model_id
         return path
 
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
         state = saving.load_state(self.learners[model_id], Path(path), with_optimizer, distributed.rank())
         return state
+
+
+def _merged(tables: Sequence[Mapping[int, Any]]) -> list[Any]:
+    """The ranks' results by index, in order."""
+    together = {i: value for table in tables for i, value in table.items()}
+    return [together[i] for i in range(len(together))]
+
+
+def _summed(tables: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    total: dict[str, float] = {}
+    for table in tables:
+        for name, value in table.items():
+            total[name] = total.get(name, 0) + value
+    return total
 
 
 def _share(costs: Sequence[int]) -> list[int]:

@@ -23,6 +23,11 @@ def make_worker(base: str = "tiny:addition", *, lora=None, seed: int = 1, **lear
     return worker
 
 
+def call(worker: Worker, verb: str, *arguments):
+    """A verb as the driver runs it on one process."""
+    return worker.merge(verb, [getattr(worker, verb)(*arguments)])
+
+
 def random_datums(count: int, *, seed: int = 0, low: int = 2, high: int = 9, vocabulary: int = VOCABULARY) -> list[Datum]:
     """RL datums of unequal lengths with logprobs off the policy, advantages of both signs and masked positions."""
     rng = np.random.default_rng(seed)

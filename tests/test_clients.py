@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import time
 
 import numpy as np
 import pytest
@@ -174,6 +175,46 @@ def test_malformed_calls_are_refused_where_they_are_made(client):
         client.optim_step(1e-4)
 
 
+def test_a_wait_that_is_given_up_does_not_stop_the_verbs(client):
+    """A cancelled await leaves its verb to run, and the ones after it."""
+    sampler = client.save_weights_and_get_sampling_client()
+
+    async def script():
+        slow = client.forward_backward([d for i in range(60) for d in random_datums(50, seed=i)], "ppo")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(slow, 0.001)
+        samples = [asyncio.ensure_future(sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))) for _ in range(3)]
+        await asyncio.sleep(0)
+        samples[1].cancel()
+        return await samples[0], await samples[2]
+
+    assert all(len(response.sequences) == 1 for response in asyncio.run(script()))
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_done_and_release_see_to_samples_that_wait(client):
+    sampler = client.save_weights_and_get_sampling_client()
+    future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
+    for _ in range(1000):
+        if future.done():
+            break
+        time.sleep(0.01)
+    assert future.done()
+    waiting = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
+    sampler.release()
+    assert len(waiting.result().sequences) == 1
+
+
+def test_one_bad_request_does_not_fail_those_beside_it(client):
+    sampler = client.save_weights_and_get_sampling_client()
+    good = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match="max_tokens=5000 exceed the model's context of 512"):
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=5000))
+    with pytest.raises(ValueError, match="ids from 0 to 13"):
+        sampler.compute_logprobs(ModelInput.from_ints([3, 14]))
+    assert len(good.result().sequences) == 1
+
+
 # ------------------------------------------------------------------------------------------- the sampler and the learner
 
 
@@ -212,6 +253,27 @@ def test_sampler_and_learner_agree_after_every_weight_sync(client, temperature):
         client.optim_step(ADAM).result()
     # the samples are now of an older version: the comparison would notice
     assert largest_difference(client.forward(datums, "importance_sampling").result(), datums) > 1e-3
+
+
+def test_a_second_update_on_the_same_samples_is_scored_as_they_were_drawn(client):
+    datums = sampled_datums(client, 0.7)
+    for _ in range(2):
+        output = client.forward_backward(datums, "ppo").result()
+        assert output.metrics["temperature:mean"] == 0.7
+        client.optim_step(AdamParams(learning_rate=1e-9)).result()
+    seen = []
+    client.forward_backward_custom(datums, lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {})).result()
+    expected = client.forward(datums, "ppo", {"temperature": 0.7}).result().loss_fn_outputs
+    np.testing.assert_allclose(seen[0].detach(), expected[0]["logprobs"].array, atol=1e-5)
+
+
+def test_weights_sampled_at_two_temperatures_ask_which(client):
+    sampler = client.save_weights_and_get_sampling_client()
+    for temperature in (1.0, 0.3, 0.0):
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2, temperature=temperature)).result()
+    with pytest.raises(ValueError, match=r"temperatures \[1.0, 0.3\].*loss_fn_config"):
+        client.forward(random_datums(1), "ppo").result()
+    assert client.forward(random_datums(1), "ppo", {"temperature": 0.3}).result().metrics["temperature:mean"] == 0.3
 
 
 def test_the_wrong_temperature_would_be_seen(client):
@@ -328,6 +390,11 @@ def test_load_state_with_and_without_optimizer(client):
     assert torch.equal(weights(), undisturbed)
     client.load_state(path).result()
     assert torch.equal(weights(), saved)
+    train(client, 2)
+    loaded = weights()
+    fresh = client._service.create_training_client_from_state(path)
+    train(fresh, 2)
+    assert torch.equal(weights(fresh.model_id), loaded)  # the optimizer started fresh in both
 
 
 def test_weights_for_the_sampler_can_be_trained_on(service, client):
@@ -382,6 +449,9 @@ def test_a_name_stays_and_must_be_one(client):
     client.save_state("once").result()
     with pytest.raises(ValueError, match="exists already"):
         client.save_state("once").result()
+    with pytest.raises(ValueError, match="exists already"):
+        client.save_weights_for_sampler("taken").result()
+        client.save_weights_and_get_sampling_client("taken").result()
     for name in ("a/b", "../up", "", ".hidden"):
         with pytest.raises(ValueError, match="letters, digits"):
             client.save_state(name)
@@ -411,6 +481,16 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(client):
     assert torch.equal(weights(), before)
 
 
+def test_a_checkpoint_expires(client):
+    path = client.save_state("brief", ttl_seconds=0.2).result().path
+    kept = client.save_state("kept", ttl_seconds=3600).result().path
+    time.sleep(0.3)
+    with pytest.raises(DamagedCheckpoint, match="expired"):
+        client.load_state(path).result()
+    client.save_state("next").result()
+    assert not os.path.exists(path) and os.path.exists(kept)
+
+
 def test_closed_services_say_so(tmp_path):
     service = ServiceClient(output_dir=tmp_path)
     client = make(service)
@@ -433,6 +513,8 @@ def test_wrong_addresses_are_told_what_is_right(service, tmp_path):
         service.create_full_training_client("someone/some-model").result()
     with pytest.raises(ValueError, match="no checkpoint"):
         service.create_training_client_from_state(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="alpha"):
+        service.create_lora_training_client("tiny:addition", alpha=0.0).result()
     with pytest.raises(ValueError, match="base_url"):
         ServiceClient(base_url="http://localhost:1")
 

@@ -16,7 +16,7 @@ def fields(datum: Datum) -> dict[str, list]:
 
 
 def test_one_turn_by_hand():
-    (datum,) = trajectory_to_datums(Trajectory([turn([5, 6, 7], [8, 9], [-0.5, -0.25])]), 2.0)
+    (datum,) = trajectory_to_datums(Trajectory([turn([5, 6, 7], [8, 9], [-0.5, -0.25])], advantage=2.0))
     assert datum.model_input.to_ints() == [5, 6, 7, 8]
     assert fields(datum) == {
         "target_tokens": [6, 7, 8, 9],
@@ -27,16 +27,16 @@ def test_one_turn_by_hand():
 
 
 def test_turns_that_continue_merge_into_one_datum():
-    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])])
-    (datum,) = trajectory_to_datums(episode, -1.0)
+    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])], advantage=-1.0)
+    (datum,) = trajectory_to_datums(episode)
     assert datum.model_input.to_ints() == [1, 2, 3, 4, 5]
     assert fields(datum)["mask"] == [0.0, 1.0, 0.0, 1.0, 1.0]
     assert fields(datum)["logprobs"] == [0.0, -1.0, 0.0, -2.0, -3.0]
 
 
 def test_a_turn_that_does_not_continue_starts_a_new_datum():
-    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 9], [5], [-2.0]), turn([1, 9, 5, 7], [8], [-4.0])])
-    first, second = trajectory_to_datums(episode, 1.0)
+    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 9], [5], [-2.0]), turn([1, 9, 5, 7], [8], [-4.0])], advantage=1.0)
+    first, second = trajectory_to_datums(episode)
     assert first.model_input.to_ints() == [1, 2] and fields(first)["target_tokens"] == [2, 3]
     assert second.model_input.to_ints() == [1, 9, 5, 7] and fields(second)["mask"] == [0.0, 1.0, 0.0, 1.0]
 
@@ -53,7 +53,7 @@ def test_property_every_action_token_is_trained_once_in_its_place(seed):
         action = rng.integers(1, 9, rng.integers(1, 4)).tolist()
         turns.append(turn(observation, action, (-rng.random(len(action))).tolist()))
         context = observation + action
-    datums = trajectory_to_datums(Trajectory(turns), 1.0)
+    datums = trajectory_to_datums(Trajectory(turns, advantage=1.0))
     tokens, logprobs = [], []
     for datum in datums:
         mask = datum.loss_fn_inputs["mask"].array != 0

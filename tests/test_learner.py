@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import ADAM, gradient, make_worker, random_datums, relative_difference
+from helpers import ADAM, call, gradient, make_worker, random_datums, relative_difference
 
 from rl.logprobs import plain_logprobs
 from rl.losses import get_loss
@@ -26,7 +26,7 @@ def run(worker, datums, loss, calls=None, divisor=7.0):
     worker.drop_gradients(0)
     outputs, start = [], 0
     for size in calls or [len(datums)]:
-        out, _ = worker.forward_backward(0, datums[start : start + size], loss, {}, divisor, True)
+        out, _ = call(worker, "forward_backward", 0, datums[start : start + size], loss, {}, divisor, True)
         outputs += out
         start += size
     assert start == len(datums)
@@ -124,7 +124,7 @@ def test_soft_targets_with_one_target_are_cross_entropy():
 
 def test_temperature_is_that_of_the_config():
     worker, (datum, *_) = make_worker(), random_datums(1)
-    out, _ = worker.forward_backward(0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True)
+    out, _ = call(worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True)
     logits = worker.learners[0].model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0] / 0.7
     logp = torch.log_softmax(logits, -1)
     expected = logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
@@ -210,6 +210,16 @@ def test_the_layout_is_chosen_by_the_work_it_makes():
     assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"  # long answers see each other's masked scores
 
 
+def test_a_sliding_window_is_not_given_a_mask_of_its_own(tmp_path):
+    from sampler_models import tiny_model
+
+    tiny_model("mistral", sliding_window=4).save_pretrained(tmp_path / "m")
+    learner = make_worker(str(tmp_path / "m")).learners[0]
+    assert learner._layout(random_datums(8)) == "padded"
+    with pytest.raises(ValueError, match="sliding window"):
+        make_worker(str(tmp_path / "m"), layout="shared")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_shared_prompts_on_other_architectures(name):
     from sampler_models import tiny_model
@@ -265,7 +275,7 @@ def test_step_against_a_hand_written_adamw_with_clipping():
 def test_a_step_on_nothing_and_on_infinity_changes_nothing():
     worker = make_worker()
     before = weights(worker)
-    assert worker.forward_backward(0, [], "ppo", {}, 1.0, True) == ([], {"loss:sum": 0.0, "temperature:mean": 1.0})
+    assert call(worker, "forward_backward", 0, [], "ppo", {}, 1.0, True) == ([], {"loss:sum": 0.0, "temperature:mean": 1.0})
     assert worker.optim_step(0, ADAM)["skipped"] == 1.0
     run(worker, random_datums(3), "ppo")
     next(iter(worker.learners[0].trainable.values())).grad[0] = float("inf")
@@ -280,7 +290,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_drops_the_gradient():
     run(worker, datums, "ppo")
     datums[1].loss_fn_inputs["logprobs"].array[:] = -np.inf
     with pytest.raises(FloatingPointError, match="weights are unchanged"):
-        worker.forward_backward(0, datums, "importance_sampling", {}, 1.0, True)
+        call(worker, "forward_backward", 0, datums, "importance_sampling", {}, 1.0, True)
     assert worker.optim_step(0, ADAM)["skipped"] == 1.0
 
 
@@ -293,6 +303,6 @@ def test_decode_cost_is_not_changed_by_gradient_checkpointing():
     for checkpointing in (False, True):
         worker = make_worker(gradient_checkpointing=checkpointing)
         worker.snapshot(0, 1)
-        _, counters = worker.sample(1, [Request(prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[]))])
+        _, counters = call(worker, "sample", 1, [Request(prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[]))])
         fed.append(counters["fed_tokens"])
     assert fed == [2 * 19, 2 * 19]  # one token a row and step: nothing is recomputed

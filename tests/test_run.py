@@ -157,6 +157,49 @@ def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, meth
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(undisturbed, tmp_path, stage):
+    """The signal comes between the last update and the stage's final checkpoint: from a reward, or while rows are read."""
+    recipe = write(tmp_path)
+    code = f"""
+import os, signal, sys
+sys.argv = ["train.py", {str(recipe)!r}, "--output-dir", "out"]
+sys.path.insert(0, {str(REPO)!r})
+from rl import stage
+original = stage.Stage._log
+def log(self, done, metrics):
+    original(self, done, metrics)
+    if self.name == {stage!r} and done == self.loop.steps:
+        os.kill(os.getpid(), signal.SIGTERM)
+stage.Stage._log = log
+import runpy
+runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75, done.stderr
+    run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
+    assert rows(tmp_path / "out") == rows(undisturbed)
+    a, b = final_weights(tmp_path / "out", "grpo"), final_weights(undisturbed, "grpo")
+    assert all(torch.equal(a[k], b[k]) for k in b)
+
+
+@pytest.mark.slow
+def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
+    data = [{"prompt": "1+1=", "answer": "2", "response": "2"} for _ in range(400)]
+    data[300]["prompt"] = "1" * 600
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(row) for row in data))
+    data[300]["prompt"], data[17]["response"] = "1+1=", "9" * 600
+    (tmp_path / "answer.jsonl").write_text("\n".join(json.dumps(row) for row in data))
+    for words, message in (
+        (["grpo", "--dataset", "long.jsonl"], "row 300"),
+        (["sft", "--dataset", "answer.jsonl", "--response-column", "response"], "row 17"),
+        (["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"], "lora_alpha"),
+    ):
+        done = run(*words, "--max-tokens", "4", "--steps", "3", cwd=tmp_path, ok=False)
+        assert done.returncode == 2 and message in done.stderr and not (tmp_path / "runs").exists(), done.stderr
+
+
+@pytest.mark.slow
 def test_resume_falls_back_to_an_older_checkpoint_and_says_so(undisturbed, tmp_path):
     recipe = write(tmp_path)
     process = subprocess.Popen(

@@ -87,12 +87,10 @@ class PolicyGradient:
         else:
             advantages_P_G = [WITHIN_GROUP[kind](rewards_G) for rewards_G in rewards_P_G]
             kept = [i for i, rewards_G in enumerate(rewards_P_G) if has_signal(rewards_G) or kind == "none"] or [0]
-        return [
-            datum
-            for i in kept
-            for trajectory, advantage in zip(groups[i].trajectories_G, advantages_P_G[i], strict=True)
-            for datum in trajectory_to_datums(trajectory, float(advantage))
-        ]
+        for group, advantages_G in zip(groups, advantages_P_G, strict=True):
+            for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
+                trajectory.advantage = float(advantage)
+        return [datum for i in kept for trajectory in groups[i].trajectories_G for datum in trajectory_to_datums(trajectory)]
 
     def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
         settings = self.settings
