@@ -21,7 +21,7 @@ from rl.backend import make_backend, place
 from rl.errors import UserError
 from rl.logprobs import HeadRequest, LogprobHead
 from rl.losses import LossSpec
-from rl.models import LoadedModel, is_lora
+from rl.models import LoadedModel, is_lora, uses_flash_attention
 from rl.packing import PackedBatch, choose_layout, collate, plan, unit_cost, units
 from rl.types import AdamParams, Datum, SamplingParams
 
@@ -57,13 +57,14 @@ class Learner:
         self.trainable: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}  # a sharded one's own is no longer its
         place(self.model, accelerator)
-        self.head = LogprobHead(self.model, fused=settings.fused)  # tries the model out, so before it is sharded
+        with accelerator.autocast():  # as in training: flash attention takes no fp32
+            self.head = LogprobHead(self.model, fused=settings.fused)  # tries the model out, so before it is sharded
         self.backend = make_backend(self.model, self.trainable, accelerator)
         self.is_lora = is_lora(self.model)
-        self.windowed = _has_sliding_window(self.model)
-        if self.windowed and settings.layout == "shared":
-            raise UserError("layout: shared gives attention a mask of its own, which a model with a sliding window would not keep to: "
-                            "use padded or packed")  # fmt: skip
+        self.windowed, self.flash = _has_sliding_window(self.model), uses_flash_attention(self.model)
+        if (self.windowed or self.flash) and settings.layout == "shared":
+            what = "a model with a sliding window would not keep to" if self.windowed else "flash attention does not take"
+            raise UserError(f"layout shared gives attention a mask of its own, which {what}: use auto, padded or packed")
         self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
         self.has_gradient = False
         self.forget_sampling()
@@ -152,6 +153,8 @@ class Learner:
     def _layout(self, datums: Sequence[Datum]) -> str:
         if self.settings.layout != "auto":
             return self.settings.layout
+        if self.flash:
+            return "packed"  # sequences end to end, told apart by their positions
         if self.windowed:
             return "padded"
         config = self.model.config.get_text_config().to_dict()

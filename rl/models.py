@@ -59,13 +59,24 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0, 
     if local:
         _check_folder(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder) if local else base_model, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(str(folder) if local else base_model, dtype=dtype, **_attention())
     except OSError as error:
         offline = " (HF_HUB_OFFLINE=1 is set: only cached models can be had)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise UserError(f"cannot load the model {base_model!r}{offline}: {error}") from error
     found = load_tokenizer(tokenizer or (str(folder) if local else base_model), required=tokenizer is not None)
     _check_vocabulary(model, found, base_model)
     return LoadedModel(_prepared(model), found, base_model, eos_token_ids(model, found))
+
+
+def _attention() -> dict[str, str]:
+    """Flash attention on a CUDA device where the package flash_attn is installed; else what transformers takes by itself."""
+    from transformers.utils import is_flash_attn_2_available
+
+    return {"attn_implementation": "flash_attention_2"} if torch.cuda.is_available() and is_flash_attn_2_available() else {}
+
+
+def uses_flash_attention(model: Any) -> bool:
+    return inner_model(model).config._attn_implementation == "flash_attention_2"
 
 
 def _check_folder(folder: Path) -> None:

@@ -69,7 +69,7 @@ def _position(run: Run, folder: Path, console: Console) -> Position:
     changed = difference(saved_config(folder), resolved(run), ignore=_FREE)
     if changed:
         raise UserError(
-            f"a resumed run keeps its settings, these differ: {'; '.join(changed)}. Give the run's own settings, or a new --output-dir"
+            f"a resumed run keeps its settings, these differ: {'; '.join(changed)}. Give the run's own, or a new --output-dir"
         )
     found = Keeper.newest_whole(folder, read_rows(folder / CHECKPOINTS), console)
     if found is None:
@@ -78,7 +78,8 @@ def _position(run: Run, folder: Path, console: Console) -> Position:
     row, state = found
     loop = state["metadata"]
     console.note(f"going on from {row['name']} (stage {row['stage']}, {loop['next_batch']} steps done)")
-    return Position(str(folder / "checkpoints" / row["name"]), loop["stage"], loop["next_batch"], row["batch"], row["kind"] == "final", loop)
+    path = str(folder / "checkpoints" / row["name"])
+    return Position(path, loop["stage"], loop["next_batch"], row["batch"], row["kind"] == "final", loop)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ LAYERS = {
     1: ["rl.advantages", "rl.losses", "rl.datums", "rl.packing", "rl.metrics", "rl.renderers", "rl.rewards", "rl.data",
         "rl.model_presets", "rl.model_info", "rl.settings", "rl.fields", "rl.evaluation"],
     2: ["rl.models", "rl.logprobs", "rl.sampler", "rl.environments", "rl.checkpoint"],
-    3: ["rl.learner", "rl.backend", "rl.backend_deepspeed", "rl.launch", "rl.worker", "rl.saving", "rl.driver", "rl.training_client", "rl.sampling_client", "rl.service", "rl.rollout"],
+    3: ["rl.learner", "rl.backend", "rl.backend_deepspeed", "rl.launch",
+        "rl.worker", "rl.saving", "rl.driver", "rl.training_client", "rl.sampling_client", "rl.service", "rl.rollout"],
     4: ["rl.methods", "rl.plots", "rl.html", "rl.console", "rl.logbook", "rl.keeper", "rl.recipe", "rl.cli", "rl.help_pages"],
     5: ["rl.stage", "rl.online", "rl.offline", "rl.prepare", "rl.reopen", "rl.run", "rl.entry"],
 }  # fmt: skip

@@ -33,6 +33,9 @@ class HFDecoder(Decoder):
 
     def _init_from(self, model: Any, trainable: set[str]) -> None:
         self.model = model.eval().requires_grad_(False)
+        inner = _unwrapped(model)
+        if inner.config._attn_implementation == "flash_attention_2":  # it takes no mask of left-padded prompts and a cache
+            inner.set_attn_implementation("sdpa")
         self.trainable = trainable
         self.shares_frozen = False
         config = model.config.get_text_config()

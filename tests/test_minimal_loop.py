@@ -1,0 +1,29 @@
+"""minimal_loop.py is what the README shows first of the clients: it runs, learns, and stays a screen or two."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def test_it_stays_short_and_knows_the_public_face_alone():
+    text = (REPO / "minimal_loop.py").read_text()
+    assert len(text.splitlines()) <= 100
+    imports = re.findall(r"^(?:from|import) .*", text, re.M)
+    assert imports == ["import argparse", "import random", "from rl import ServiceClient, renderers, types"]
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path):
+    words = [sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", "400", "--steps", "16"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == 16 and rewards[0] > 0.05 and sum(rewards[-4:]) > sum(rewards[:4])
+    assert not list(tmp_path.iterdir())  # nothing was saved, nothing is written
