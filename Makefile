@@ -9,11 +9,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 train: $(STAMP)
 	$(BIN)/accelerate launch --quiet train.py $(ARGS)
 
+# Two workers of one thread each: tiny models gain little from a second thread, and many tests wait for processes of their own.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -264,3 +264,14 @@ def test_limit_and_settings_are_checked(tmp_path):
         load_problems(path, answer_column="gold")
     with pytest.raises(ValueError, match="holds no row"):
         load_problems(write(tmp_path / "empty.jsonl", []))
+
+
+def test_noise_may_begin_with_a_later_epoch():
+    plain, late = load_problems("addition:noise=1.0"), load_problems("addition:noise=1.0,from=2")
+    for epoch in range(4):
+        responses = [late.at(i, epoch).response for i in range(200)]
+        right = [late[i].meta["answer"] for i in range(200)]
+        assert responses == (right if epoch < 2 else [plain.at(i, epoch).response for i in range(200)])
+    assert [plain.at(i, 2).response for i in range(200)] != right
+    with pytest.raises(ValueError, match="from=EPOCH"):
+        load_problems("addition:noise=0.5,from=-1")

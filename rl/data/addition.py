@@ -30,15 +30,19 @@ def _with_noise(problem: Problem, epoch: int, probability: float) -> Problem:
     return dataclasses.replace(problem, response=noisy)
 
 
-def _noise(options: Mapping[str, str]) -> float:
+def _noise(options: Mapping[str, str]) -> tuple[float, int]:
+    """(share of noisy responses, first epoch that has them)."""
     try:
-        noise = float(options.get("noise", "0"))
+        noise, first = float(options.get("noise", "0")), int(options.get("from", "0"))
     except ValueError:
-        noise = -1.0
-    if set(options) - {"noise"} or not 0 <= noise <= 1:
+        noise, first = -1.0, 0
+    if set(options) - {"noise", "from"} or not 0 <= noise <= 1 or first < 0:
         got = ",".join(f"{key}={value}" for key, value in options.items())
-        raise UserError(f"addition takes the option noise=P with P from 0 to 1, e.g. 'addition:noise=0.7'; got {got!r}")
-    return noise
+        raise UserError(
+            "addition takes the options noise=P with P from 0 to 1, and from=EPOCH, e.g. 'addition:noise=0.7' or "
+            f"'addition:noise=0.7,from=11'; got {got!r}"
+        )
+    return noise, first
 
 
 def addition(
@@ -47,9 +51,10 @@ def addition(
     """All sums of two operands from 10 to 99 of the "train" or "test" split (disjoint; about 7,300 and 800).
 
     Option `noise` (0 to 1): the share of responses of which one digit is drawn anew, for supervised training of a model that
-    knows the task but samples it badly. meta["answer"] is always right.
+    knows the task but samples it badly. Option `from`: the epoch that the noise begins with (0); before it responses are right,
+    from which a model learns the task several times faster. meta["answer"] is always right.
     """
-    noise = _noise(options or {})
+    noise, first = _noise(options or {})
     if split not in ("train", "test"):
         raise UserError(f"addition has the splits 'train' and 'test', got {split!r}")
     pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(_LOW, _HIGH + 1) if is_test(a, b) == (split == "test")]
@@ -58,5 +63,8 @@ def addition(
         Problem((*system, {"role": "user", "content": f"{a}+{b}="}), {"answer": str(a + b)}, str(a + b), tag, index)
         for index, (a, b) in enumerate(pairs)
     ]
-    variant = (lambda problem, epoch: _with_noise(problem, epoch, noise)) if noise else None
-    return ProblemSet(problems, name=f"addition/{split}", variant=variant)
+
+    def variant(problem: Problem, epoch: int) -> Problem:
+        return _with_noise(problem, epoch, noise) if epoch >= first else problem
+
+    return ProblemSet(problems, name=f"addition/{split}", variant=variant if noise else None)
