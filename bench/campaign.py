@@ -32,7 +32,7 @@ REPO = HERE.parent
 RESULTS = HERE / "results"
 PEER_PYTHON = REPO / ".venv-bench" / "bin" / "python"
 SEEDS = (0, 1, 2)
-HELD_OUT = "test/env/all/correct"
+HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 
 
 def machine() -> str:
@@ -71,7 +71,7 @@ PARTS = (
     Part("default_recipe", "the default recipe, seeds 0, 1 and 2: time, accuracy before and after", "campaign.py", ("--default-recipe",)),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
-    Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--tokens", "1024")),
+    Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--variants", "plain", "fused")),
 )
 
 
@@ -91,13 +91,14 @@ def default_recipe(seeds: tuple[int, ...]) -> None:
 def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     """A row of default_recipe.csv. `seconds`: wall clock of the whole command, start-up included."""
     launcher = Path(sys.executable).parent / "accelerate"
-    words = ["launch", "train.py", "--seed", str(seed)]
+    words = ["launch", "--quiet", "train.py", "--seed", str(seed)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     load, start = os.getloadavg()[0], time.perf_counter()
     subprocess.run([str(launcher), *words, "--output-dir", str(folder), "--quiet"], cwd=REPO, check=True)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
+    greedy = [row[GREEDY] for row in rows if GREEDY in row]
     stage = rows[-1]["stage"]
     steps = [row["time/step"] for row in rows if row["stage"] == stage and "time/step" in row]
     return {
@@ -108,20 +109,12 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
         f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
         f"{stage}_steps": len(steps),
-        "greedy_before": greedy(folder / "checkpoints" / "sft-final" / "model"),
+        "greedy_before": round(greedy[0], 4),
+        "greedy_after": round(greedy[-1], 4),
         "load_at_start": round(load, 2),
         "machine": machine(),
         "command": shlex.join(["accelerate", *words]),
     }
-
-
-def greedy(model: Path) -> float:
-    """Held-out accuracy of the taught model's likeliest answers: what shows how much of the later gain is sharpening."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        flags = "--dataset addition --reward exact_match --limit 512 --temperature 0 --max-tokens 4 --output".split()
-        command = [sys.executable, str(REPO / "evaluate.py"), str(model), *flags, file.name]
-        subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.DEVNULL)
-        return round(json.loads(Path(file.name).read_text())["correct"], 4)
 
 
 # ----------------------------------------------------------------------------------------------------------------- all parts

@@ -1,6 +1,5 @@
 """One GRPO step of Whetstone against TRL's GRPOTrainer: the same taught model, prompts and settings, side by side on a CPU.
 
-    python3 -m venv .venv-bench && .venv-bench/bin/pip install -r requirements-bench.txt
     .venv-bench/bin/python bench/grpo_vs_trl.py                      # teaches the model first
     .venv-bench/bin/python bench/grpo_vs_trl.py --model runs/addition/checkpoints/sft-final/model
 
@@ -21,7 +20,6 @@ them all the same 512 problems, four samples each with the same random streams (
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import json
 import logging
@@ -37,15 +35,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-from campaign import command_line, machine  # noqa: E402
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
 PEERS = ("whetstone", "trl")
 INSTALL = "python3 -m venv .venv-bench && .venv-bench/bin/pip install -r requirements-bench.txt"
-
-
-# ------------------------------------------------------------------------------------------------- what both peers do alike
 
 
 class Turns:
@@ -109,9 +104,6 @@ def grpo_plan(args: argparse.Namespace) -> Any:
         loop=LoopSettings(steps=args.steps, batch_size=PROBLEMS),
     )
     return StagePlan("grpo", "grpo", settings)
-
-
-# ----------------------------------------------------------------------------------------------------------------- the peers
 
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
@@ -195,9 +187,6 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
     )  # fmt: skip
     turns.save = save
     trainer.train()
-
-
-# ---------------------------------------------------------------------------------------------------------------- the parent
 
 
 class Process:
@@ -302,8 +291,6 @@ def rows(args: argparse.Namespace, reports: dict[str, dict[str, Any]], curves: d
             "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
             "share_of_trl": round(means[peer] / means["trl"], 3),
             **{f"accuracy_at_{step}": round(accuracy, 3) for step, accuracy in curves[peer].items()},
-            "problems": PROBLEMS,
-            "samples": SAMPLES,
             "threads": args.threads,
             "torch": torch.__version__,
             "machine": machine(),
@@ -352,11 +339,7 @@ def main() -> None:
         args.model = args.model or teach(folder)
         reports = race(args, folder)
         found = list(rows(args, reports, accuracies(args, reports, folder)))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(found[0]))
-        writer.writeheader()
-        writer.writerows(found)
+    write_table(args.output, found)
     for row in found:
         print(", ".join(f"{name} {value}" for name, value in row.items() if name not in ("machine", "command", "torch")))
     print(f"written to {args.output}")

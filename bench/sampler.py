@@ -20,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+import torch  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rl.sampler import Engine, Request, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,33 +95,31 @@ def cispo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor,
     return loss, _clip_metrics(ratio_T, low, high, active_T)
 
 
-def one_pass(kind: str) -> LossFn:
+def one_pass(
+    kind: str, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
     """The loss called `kind` in one pass over the tokens, gradient and metrics included (kernels.policy_loss).
 
     The same numbers as the plain function, which is its definition and the path off a GPU.
     """
+    from kernels import policy_loss
 
-    def loss(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-        from kernels import policy_loss
-
-        advantages_T = inputs["advantages"]
-        low, high = _clip_bounds(inputs, config)
-        value, sums = policy_loss(
-            logp_T,
-            inputs.get("logprobs", logp_T.detach()),
-            advantages_T,
-            kind=kind,
-            mask_T=advantages_T != 0,
-            cu_seqlens=cu_seqlens,
-            clip_low=low,
-            clip_high=high,
-        )
-        metrics = {"active_tokens:sum": sums["tokens"]}
-        if kind != "importance_sampling":
-            metrics |= {"clipped_low:sum": sums["clipped_low"], "clipped_high:sum": sums["clipped_high"]}
-        return value, metrics
-
-    return loss
+    advantages_T = inputs["advantages"]
+    low, high = _clip_bounds(inputs, config)
+    value, sums = policy_loss(
+        logp_T,
+        inputs.get("logprobs", logp_T.detach()),
+        advantages_T,
+        kind=kind,
+        mask_T=advantages_T != 0,
+        cu_seqlens=cu_seqlens,
+        clip_low=low,
+        clip_high=high,
+    )
+    metrics = {"active_tokens:sum": sums["tokens"]}
+    if kind != "importance_sampling":
+        metrics |= {"clipped_low:sum": sums["clipped_low"], "clipped_high:sum": sums["clipped_high"]}
+    return value, metrics
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,10 @@ _RL = ("target_tokens", "advantages")
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("target_tokens",), ("weights",), soft_targets=True),
     "importance_sampling": LossSpec(
-        importance_sampling, _RL, ("logprobs", "mask"), fused=one_pass("importance_sampling"), as_sampled=True
+        importance_sampling, _RL, ("logprobs", "mask"), fused=partial(one_pass, "importance_sampling"), as_sampled=True
     ),
-    "ppo": LossSpec(ppo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=one_pass("ppo"), as_sampled=True),
-    "cispo": LossSpec(cispo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=one_pass("cispo"), as_sampled=True),
+    "ppo": LossSpec(ppo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=partial(one_pass, "ppo"), as_sampled=True),
+    "cispo": LossSpec(cispo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=partial(one_pass, "cispo"), as_sampled=True),
 }
 CUSTOM = replace(LOSSES["cross_entropy"], as_sampled=True)  # what forward_backward_custom runs
 

@@ -1,6 +1,7 @@
 """Losses: by hand, gradients against float64 finite differences, and expectations enumerated on a tiny vocabulary."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -158,6 +159,11 @@ def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
     assert results[1][2] == results[0][2]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_travels_to_other_ranks(name):
+    assert pickle.loads(pickle.dumps(LOSSES[name])).fn is LOSSES[name].fn
 
 
 def test_unknown_losses_are_named():
