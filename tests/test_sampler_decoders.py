@@ -7,7 +7,7 @@ import pytest
 import torch
 from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
-from rl.sampler import attention, cache_fast, make_decoder, score
+from rl.sampler import attention, cache_fast, cpu_kernels, make_decoder, score
 from rl.sampler.cache import compaction
 from rl.sampler.decoder import Decoder, prompt_batches
 from rl.sampler.decoder_fast import FastDecoder
@@ -81,13 +81,34 @@ def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> Non
             assert (next(got) - expected).abs().max() < tolerance * max(1.0, expected.abs().max().item())
 
 
+@pytest.fixture
+def torch_path(monkeypatch):
+    """The fast decoder as it is on a GPU, or on a CPU without a compiler."""
+    monkeypatch.setattr(cpu_kernels, "load", lambda: None)
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_fast_decoder_equals_the_model(name):
     kind, changes = FAMILY[name]
     model = tiny_model(kind, **changes)
     decoder = make_decoder(model)
-    assert isinstance(decoder, FastDecoder)
+    assert isinstance(decoder, FastDecoder) and decoder.cpu_kernels is not None
     check_against_model(decoder, model)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_fast_decoder_in_torch_operations_equals_the_model(torch_path, name):
+    kind, changes = FAMILY[name]
+    model = tiny_model(kind, **changes)
+    decoder = make_decoder(model)
+    assert isinstance(decoder, FastDecoder) and decoder.cpu_kernels is None
+    check_against_model(decoder, model)
+
+
+@pytest.mark.parametrize("head_dim", [10, 32, 64, 128])
+def test_head_widths_that_the_cpu_kernels_know_and_one_they_do_not(head_dim):
+    model = tiny_model("qwen3", head_dim=head_dim)
+    check_against_model(make_decoder(model), model, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
@@ -98,7 +119,7 @@ def test_hf_decoder_equals_the_model(kind):
     check_against_model(decoder, model)
 
 
-def test_one_sample_each_reads_prompt_and_response_in_one_go():
+def test_one_sample_each_reads_prompt_and_response_in_one_go(torch_path):
     """One row a prompt takes the joint layout; equal and unequal prompt lengths, before and after rows have left."""
     model = tiny_model("qwen3")
     for lengths in ([6, 6, 6], [4, 11, 7]):
@@ -109,7 +130,7 @@ def test_one_sample_each_reads_prompt_and_response_in_one_go():
 
 
 @pytest.mark.parametrize("slack", [0, 40])
-def test_prompts_cut_into_bands_equal_the_model(monkeypatch, slack):
+def test_prompts_cut_into_bands_equal_the_model(torch_path, monkeypatch, slack):
     """Very different lengths and group sizes: without slack the prompts fall into several bands."""
     monkeypatch.setattr(attention, "_SLACK", slack)
     made = []

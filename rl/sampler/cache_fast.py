@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl.sampler.attention import Band, attention, make_bands, shared_attention
 from rl.sampler.cache import DecodeState, LogitsReader
+from rl.sampler.cpu_kernels import CpuKernels
 
 if TYPE_CHECKING:
     from rl.sampler.decoder_fast import FastDecoder
@@ -110,6 +111,8 @@ class FastState(DecodeState):
         return logits_PV
 
     def decode(self, tokens: np.ndarray) -> Tensor:
+        if self.decoder.cpu_kernels is not None:
+            return self._decode_step(self.decoder.cpu_kernels, tokens)
         decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
         rows, written = len(tokens), self.response_lengths
         longest = int(written.max())
@@ -132,6 +135,24 @@ class FastState(DecodeState):
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
         hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend)
         self.response_lengths = written + 1
+        return decoder.head(hidden)
+
+    def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
+        """`decode` on a CPU: rows of any lengths, each reading its prompt where it lies, so neither bands nor masks."""
+        decoder, heads, eps = self.decoder, self.decoder.architecture.heads, self.decoder.architecture.eps
+        positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
+        rope = decoder.rope_table(int(positions.max()) + 1)
+        position_N, written_N = torch.from_numpy(positions), torch.from_numpy(self.response_lengths)
+        prompt_of_row_N, prompt_length_P = torch.from_numpy(self.prompt_of_row), torch.from_numpy(self.prompt_lengths)
+
+        def attend(layer: int, qkv: Tensor, norm_qk: Tensor | None) -> Tensor:
+            return kernels.attend(
+                qkv, norm_qk, eps, rope, position_N, self.prompt_kv[layer], prompt_of_row_N, prompt_length_P, self.row_kv[layer],
+                written_N, heads,
+            )  # fmt: skip
+
+        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend)
+        self.response_lengths = self.response_lengths + 1
         return decoder.head(hidden)
 
     def _reading(self, written_N: Tensor, longest: int, even: bool) -> Read:

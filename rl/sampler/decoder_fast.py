@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rl.sampler import cpu_kernels
 from rl.sampler.cache import LogitsReader
 from rl.sampler.cache_fast import FastState
+from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decoder import Decoder, NamedTensors, prompt_batches
 from rl.sampler.weights import Builder, Projection, ProjectionSpec, Unsupported, Weights, unwrap
 
@@ -26,6 +28,8 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do no
 
 # Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values; attention output [.., H * D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms' weights); the same.
+AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
 KeepPrompt = Callable[[int, list[int], Tensor, Tensor], None]
 
 
@@ -88,6 +92,8 @@ class FastDecoder(Decoder):
         kinds = [0] * architecture.heads + [1] * architecture.key_heads
         self._head_kind = torch.tensor(kinds, device=self.device)
         self._rope = torch.empty(2, 0, architecture.head_width)
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        self.cpu_kernels = cpu_kernels.load() if on_cpu else None
 
     @classmethod
     def from_model(cls, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> FastDecoder:
@@ -117,12 +123,17 @@ class FastDecoder(Decoder):
 
     def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [.., 1, D] at `positions`, all of which are below `length`; see `rotate`."""
+        cos, signed_sin = self.rope_table(length)
+        return cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2)
+
+    def rope_table(self, length: int) -> Tensor:
+        """Cosines and signed sines of `length` positions or more, [2, positions, D]."""
         if length > self._rope.shape[1]:
             a = self.architecture
             angles = torch.outer(torch.arange(max(length, 2 * self._rope.shape[1], 256)).float(), a.inv_freq)
             cos, sin = angles.cos() * a.rope_scale, angles.sin() * a.rope_scale
             self._rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(self.device, self.dtype)
-        return self._rope[0][positions].unsqueeze(-2), self._rope[1][positions].unsqueeze(-2)
+        return self._rope
 
     def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Last hidden states [.., E], after the final norm."""
@@ -138,6 +149,17 @@ class FastDecoder(Decoder):
             gate, up = layer.gate_up(self.rms(x, layer.norm_mlp)).chunk(2, dim=-1)
             x = layer.down(F.silu(gate).mul_(up)).add_(x)
         return self.rms(x, self.norm_E)
+
+    def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep) -> Tensor:
+        """`forward` for one token a row on a CPU, with what lies between the matrix products done by `kernels`."""
+        eps = self.architecture.eps
+        x = self.embed(ids_N)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps))
+            x = layer.out(attend(i, qkv, layer.norm_qk)).add_(x)
+            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps))
+            x = layer.down(kernels.silu_mul(gate_up)).add_(x)
+        return kernels.rms_norm(x, self.norm_E, eps)
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.eps)

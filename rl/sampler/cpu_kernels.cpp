@@ -1,0 +1,211 @@
+// One decode step's work between the matrix products, on a CPU in float32: norms, rotation, attention over the cache, SiLU.
+// Torch does each as a handful of small operations over the same few kilobytes; here each is one call. No torch headers, so that
+// it compiles in about a second; built and called by cpu_kernels.py.
+//
+// N rows, H query heads, K key heads, r = H / K, D head width, E hidden width, I width of the MLP.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// exp(x) for x <= 0, to about 1e-7: 2^n by the exponent's bits, times a polynomial on [-ln 2 / 2, ln 2 / 2] (the Taylor terms up to
+// x^6 / 720, whose rest is below 2e-7). Not libm's, which does not vectorise without changing what NaN means everywhere.
+inline float exp_fast(float x) {
+    if (!(x > -87.0f)) x = std::isnan(x) ? x : -87.0f;
+    float n = std::nearbyintf(x * 1.44269504088896341f);
+    float y = x - n * 0.693359375f - n * -2.12194440e-4f;
+    float p = 1.0f + y * (1.0f + y * (0.5f + y * (1.66666667e-1f + y * (4.16666667e-2f + y * (8.33333333e-3f + y * 1.38888889e-3f)))));
+    int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+// Torch's own threads wait for work by spinning, so that a new one may have to wait for a core, a millisecond or so: below some
+// milliseconds of work for each thread, one does it all.
+template <class F> void over_rows(int64_t rows, int64_t work_a_row, int threads, F body) {
+    int64_t wanted = std::min<int64_t>({threads, rows, 1 + rows * work_a_row / 20000000});
+    if (wanted <= 1) return body(0, rows);
+    std::vector<std::thread> pool;
+    for (int64_t t = 1; t < wanted; t++) pool.emplace_back(body, rows * t / wanted, rows * (t + 1) / wanted);
+    body(0, rows / wanted);
+    for (auto& thread : pool) thread.join();
+}
+
+struct Block {  // keys (or values) [slots, K, positions, D]: positions lie one after the other
+    float* start;
+    int64_t slot, head;
+    float* at(int64_t s, int64_t h) const { return start + s * slot + h * head; }
+};
+
+struct Step {
+    const float* qkv;  // [N, (H + 2 K) D]
+    const float* norm_q;  // [D] or null: no norms
+    const float* norm_k;
+    float eps;
+    const float* cos;  // [positions, D]
+    const float* sin;  // [positions, D], the first half negated
+    const int64_t* position;  // [N]
+    Block prompt_k, prompt_v;
+    const int64_t* prompt_of_row;  // [N]
+    const int64_t* prompt_length;  // [prompts]
+    Block row_k, row_v;
+    const int64_t* written;  // [N] positions of the row's own response that are filled
+    int64_t heads, key_heads, width;
+    float* out;  // [N, H D]
+};
+
+template <int WIDTH> struct Head {
+    // WIDTH 0: any width, known at run time
+    static inline int64_t width(int64_t d) { return WIDTH ? WIDTH : d; }
+
+    static inline void norm_rotate(const float* __restrict x, const float* __restrict weight, float eps, const float* __restrict cos,
+                                   const float* __restrict sin, float scale, int64_t d, float* __restrict normed,
+                                   float* __restrict to) {
+        const int64_t D = width(d), half = D / 2;
+        float inv = 1.0f;
+        if (weight) {
+            float sum = 0.0f;
+            for (int64_t i = 0; i < D; i++) sum += x[i] * x[i];
+            inv = 1.0f / std::sqrt(sum / D + eps);
+        }
+        if (weight)
+            for (int64_t i = 0; i < D; i++) normed[i] = x[i] * inv * weight[i];
+        else
+            std::memcpy(normed, x, D * sizeof(float));
+        for (int64_t i = 0; i < half; i++) {
+            to[i] = (normed[i] * cos[i] + normed[i + half] * sin[i]) * scale;
+            to[i + half] = (normed[i + half] * cos[i + half] + normed[i] * sin[i + half]) * scale;
+        }
+    }
+
+    static inline float scores(const float* q, const float* keys, int64_t n, int64_t d, float* to, float largest) {
+        const int64_t D = width(d);
+        for (int64_t j = 0; j < n; j++) {
+            const float* k = keys + j * D;
+            float sum = 0.0f;
+            for (int64_t i = 0; i < D; i++) sum += q[i] * k[i];
+            to[j] = sum;
+        }
+        return std::max(largest, largest_of(to, n));
+    }
+
+    static inline float largest_of(const float* x, int64_t n) {
+        float lane[16], found = -INFINITY;  // lanes of their own: one chain of comparisons would wait for itself
+        std::fill(lane, lane + 16, -INFINITY);
+        int64_t j = 0;
+        for (; j + 16 <= n; j += 16)
+            for (int i = 0; i < 16; i++) lane[i] = x[j + i] > lane[i] ? x[j + i] : lane[i];
+        for (; j < n; j++) found = x[j] > found ? x[j] : found;
+        for (int i = 0; i < 16; i++) found = lane[i] > found ? lane[i] : found;
+        return found;
+    }
+
+    static inline void add_values(const float* p, const float* values, int64_t n, int64_t d, float* to) {
+        const int64_t D = width(d);
+        if constexpr (WIDTH > 0) {  // sums in registers
+            float sum[WIDTH > 0 ? WIDTH : 1], other[WIDTH > 0 ? WIDTH : 1];  // two of them, not to wait for one another
+            for (int i = 0; i < WIDTH; i++) sum[i] = to[i], other[i] = 0.0f;
+            int64_t j = 0;
+            for (; j + 2 <= n; j += 2)
+                for (int i = 0; i < WIDTH; i++) {
+                    sum[i] += p[j] * values[j * WIDTH + i];
+                    other[i] += p[j + 1] * values[(j + 1) * WIDTH + i];
+                }
+            if (j < n)
+                for (int i = 0; i < WIDTH; i++) sum[i] += p[j] * values[j * WIDTH + i];
+            for (int i = 0; i < WIDTH; i++) to[i] = sum[i] + other[i];
+        } else {
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t i = 0; i < D; i++) to[i] += p[j] * values[j * D + i];
+        }
+    }
+
+    static void rows(const Step& s, int64_t first, int64_t last) {
+        const int64_t D = width(s.width), r = s.heads / s.key_heads;
+        std::vector<float> scratch(3 * D), p;
+        float *normed = scratch.data(), *q = normed + D;
+        const float scale = 1.0f / std::sqrt(static_cast<float>(D));
+        for (int64_t n = first; n < last; n++) {
+            const float* x = s.qkv + n * (s.heads + 2 * s.key_heads) * D;
+            const float *cos = s.cos + s.position[n] * D, *sin = s.sin + s.position[n] * D;
+            const int64_t prompt = s.prompt_of_row[n], before = s.prompt_length[prompt], own = s.written[n];
+            p.resize(before + own + 1);
+            for (int64_t h = 0; h < s.key_heads; h++) {
+                float *keys = s.row_k.at(n, h), *values = s.row_v.at(n, h);
+                norm_rotate(x + (s.heads + h) * D, s.norm_k, s.eps, cos, sin, 1.0f, D, normed, keys + own * D);
+                std::memcpy(values + own * D, x + (s.heads + s.key_heads + h) * D, D * sizeof(float));
+                for (int64_t g = h * r; g < (h + 1) * r; g++) {
+                    norm_rotate(x + g * D, s.norm_q, s.eps, cos, sin, scale, D, normed, q);
+                    float largest = scores(q, s.prompt_k.at(prompt, h), before, D, p.data(), -INFINITY);
+                    largest = scores(q, keys, own + 1, D, p.data() + before, largest);
+                    float total = 0.0f;
+                    for (int64_t j = 0; j < before + own + 1; j++) p[j] = exp_fast(p[j] - largest);
+                    for (int64_t j = 0; j < before + own + 1; j++) total += p[j];
+                    float* to = s.out + (n * s.heads + g) * D;
+                    std::fill(to, to + D, 0.0f);
+                    add_values(p.data(), s.prompt_v.at(prompt, h), before, D, to);
+                    add_values(p.data() + before, values, own + 1, D, to);
+                    for (int64_t i = 0; i < D; i++) to[i] /= total;
+                }
+            }
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// y = x / sqrt(mean(x^2) + eps) * w, [N, E]
+void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t width, float* y) {
+    for (int64_t n = 0; n < rows; n++, x += width, y += width) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+        const float inv = 1.0f / std::sqrt(sum / width + eps);
+        for (int64_t i = 0; i < width; i++) y[i] = x[i] * inv * weight[i];
+    }
+}
+
+// y = silu(gate) * up, from [N, 2 I] (gate, then up) to [N, I]
+void silu_mul(const float* x, int64_t rows, int64_t width, int threads, float* y) {
+    over_rows(rows, 16 * width, threads, [=](int64_t first, int64_t last) {
+        for (int64_t n = first; n < last; n++) {
+            const float *gate = x + 2 * n * width, *up = gate + width;
+            for (int64_t i = 0; i < width; i++) {
+                const float e = exp_fast(-std::fabs(gate[i]));  // never overflows
+                const float top = gate[i] >= 0.0f ? 1.0f : e;
+                y[n * width + i] = gate[i] * (top / (1.0f + e)) * up[i];
+            }
+        }
+    });
+}
+
+// Stores the step's keys and values in the rows' blocks and attends, each row to its prompt and its own response.
+// `strides`: slot and head strides of the prompts' block, then of the rows', in numbers.
+void attend(const float* qkv, const float* norm_qk, float eps, const float* cos, const float* sin, const int64_t* position,
+            float* prompt_k, float* prompt_v, const int64_t* prompt_of_row, const int64_t* prompt_length, float* row_k, float* row_v,
+            const int64_t* written, const int64_t* strides, int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int threads,
+            float* out) {
+    const float* norm_k = norm_qk ? norm_qk + width : nullptr;
+    const Step s{qkv, norm_qk, norm_k, eps, cos, sin, position, {prompt_k, strides[0], strides[1]}, {prompt_v, strides[0], strides[1]},
+                 prompt_of_row, prompt_length, {row_k, strides[2], strides[3]}, {row_v, strides[2], strides[3]}, written,
+                 heads, key_heads, width, out};
+    int64_t seen = 0;
+    for (int64_t n = 0; n < rows; n++) seen += prompt_length[prompt_of_row[n]] + written[n] + 1;
+    over_rows(rows, rows ? 2 * seen / rows * heads * width : 0, threads, [&](int64_t first, int64_t last) {
+        switch (width) {
+            case 32: return Head<32>::rows(s, first, last);
+            case 64: return Head<64>::rows(s, first, last);
+            case 128: return Head<128>::rows(s, first, last);
+            default: return Head<0>::rows(s, first, last);
+        }
+    });
+}
+
+}

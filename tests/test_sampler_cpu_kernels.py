@@ -1,0 +1,147 @@
+"""The compiled CPU kernels against float64; what happens where they cannot be compiled. Whole models: test_sampler_decoders.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl.sampler import cpu_kernels
+
+pytestmark = pytest.mark.skipif(cpu_kernels.load() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def kernels() -> cpu_kernels.CpuKernels:
+    found = cpu_kernels.load()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def fresh():
+    """Nothing loaded before, and what is loaded here forgotten afterwards."""
+    cpu_kernels.load.cache_clear()
+    yield
+    cpu_kernels.load.cache_clear()
+
+
+def test_rms_norm(kernels):
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 37) * torch.tensor([1e-4, 1.0, 30.0, 1e3, 0.0])[:, None], torch.randn(37)
+    x64 = x.double()
+    expected = x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6).double(), expected, rtol=3e-7, atol=1e-7)
+
+
+def test_silu_mul_over_every_magnitude(kernels):
+    gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30])])
+    up = torch.linspace(-3, 3, len(gate))
+    got = kernels.silu_mul(torch.cat([gate, up])[None])[0]
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    assert ((got - expected).abs() <= 5e-7 * expected.abs() + 1e-35).all()  # relative: the exponential is good to 2e-7
+
+
+def attention_inputs(rows=7, heads=6, key_heads=3, width=32):
+    torch.manual_seed(1)
+    prompts, prompt_positions, positions = 3, 20, 11
+    blocks = torch.randn(2, prompts, key_heads, prompt_positions, width), torch.randn(2, rows + 2, key_heads, positions, width)
+    return {
+        "qkv_NX": torch.randn(rows, (heads + 2 * key_heads) * width),
+        "norm_qk": torch.rand(2 * width) + 0.5,
+        "eps": 1e-6,
+        "rope": torch.randn(2, 40, width),
+        "position_N": torch.arange(rows) + 3,
+        "prompt_kv": blocks[0],
+        "prompt_of_row_N": torch.tensor([0, 2, 1, 1, 0, 2, 2])[:rows],
+        "prompt_length_P": torch.tensor([20, 1, 13]),
+        "row_kv": blocks[1],
+        "written_N": torch.tensor([0, 10, 3, 0, 7, 1, 5])[:rows],
+        "heads": heads,
+    }
+
+
+def test_attend_against_float64_row_by_row(kernels):
+    inputs = attention_inputs()
+    before = inputs["row_kv"].clone()
+    got = kernels.attend(**inputs).double()
+    rows, heads, key_heads, width = 7, 6, 3, 32
+    norm_q, norm_k = inputs["norm_qk"].double().split(width)
+    for n in range(rows):
+        cos, sin = inputs["rope"].double()[:, inputs["position_N"][n]]
+
+        def turned(x, weight, cos=cos, sin=sin):
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+            return x * cos + x.roll(width // 2, -1) * sin
+
+        x = inputs["qkv_NX"][n].double().view(-1, width)
+        q, k, v = turned(x[:heads], norm_q), turned(x[heads : heads + key_heads], norm_k), x[heads + key_heads :]
+        written, prompt = int(inputs["written_N"][n]), int(inputs["prompt_of_row_N"][n])
+        length = int(inputs["prompt_length_P"][prompt])
+        for h in range(heads):
+            g = h // (heads // key_heads)
+            keys, values = (
+                torch.cat([inputs["prompt_kv"][i, prompt, g, :length].double(), before[i, n, g, :written].double(), own[g][None]])
+                for i, own in ((0, k), (1, v))
+            )
+            expected = torch.softmax(keys @ q[h] / width**0.5, 0) @ values
+            torch.testing.assert_close(got[n, h * width : (h + 1) * width], expected, rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(inputs["row_kv"][0, n, :, written].double(), k, rtol=1e-5, atol=1e-6)
+        assert torch.equal(inputs["row_kv"][1, n, :, written].double(), v)
+        before[:, n, :, written] = inputs["row_kv"][:, n, :, written]
+    assert torch.equal(before, inputs["row_kv"])  # nothing else was written
+
+
+def test_threads_change_no_bit(kernels):
+    """Large enough for several threads."""
+    torch.manual_seed(2)
+    rows, width = 400, 64
+    prompt_kv, row_kv = torch.randn(2, 2, 2, 300, width), torch.randn(2, rows, 2, 40, width)
+    qkv = torch.randn(rows, 8 * width)
+    written, owner, lengths = torch.arange(rows) % 40, torch.arange(rows) % 2, torch.tensor([300, 117])
+    results = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        results.append(
+            (
+                kernels.attend(qkv, None, 1e-6, torch.ones(2, 400, width), written, prompt_kv, owner, lengths, row_kv, written, 4),
+                kernels.silu_mul(torch.cat([qkv, qkv * 2], 1).repeat(2, 8)),
+            )
+        )
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("where", ["query", "prompt", "response"])
+def test_nan_is_not_swallowed(kernels, where):
+    inputs = attention_inputs()
+    {"query": inputs["qkv_NX"][1, :32], "prompt": inputs["prompt_kv"][0, 2, 0, 4], "response": inputs["row_kv"][1, 1, 0, 2]}[where].fill_(
+        torch.nan
+    )
+    assert kernels.attend(**inputs)[1, :32].isnan().all()
+
+
+def test_without_a_compiler_it_says_so(fresh, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
+        assert cpu_kernels.load() is None
+
+
+def test_a_compiler_that_fails_is_named_with_what_it_said(fresh, monkeypatch, tmp_path):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.warns(UserWarning, match="no such flag"):
+        assert cpu_kernels.load() is None
+
+
+def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
+    def refuse(*args):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, "-DANOTHER_KEY"))
+    monkeypatch.setattr(cpu_kernels.os, "replace", refuse)
+    found = cpu_kernels.load()
+    assert found is not None and found.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
