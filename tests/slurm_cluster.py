@@ -1,0 +1,156 @@
+"""A real Slurm on this machine: munged, a controller and two node daemons in a folder of their own. For test_slurm.py."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+# Nodes as the scripts expect them: eight GPUs (of which nothing but the count exists). proctrack/linuxproc signals and kills every
+# descendant of a step, as the usual cgroups do. A requeued job waits cred_expire seconds.
+CONFIG = """
+ClusterName=whetstone
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_1} CPUs=16 RealMemory=1000 Gres=gpu:8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2} CPUs=16 RealMemory=1000 Gres=gpu:8
+PartitionName=debug Nodes=n1,n2 Default=YES
+"""
+
+
+class Cluster:
+    """`call("sbatch", ...)` runs a client against this cluster and returns what it printed."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def call(self, *words: str, cwd: Path | None = None, **environment: str) -> str:
+        done = subprocess.run(words, cwd=cwd, env={**self.environment, **environment}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What scontrol shows of a job: JobState, Restarts, ExitCode ..."""
+        text = self.call("scontrol", "--oneliner", "show", "job", job_id)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def wait(self, job_id: str, deadline: float) -> dict[str, str]:
+        """The job when it has ended; what it is at when time.monotonic() reaches `deadline`."""
+        while True:
+            job = self.job(job_id)
+            if job["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED") or time.monotonic() > deadline:
+                return job
+            time.sleep(0.3)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("slurm*.log")))
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Starts it, yields it with both nodes idle, and kills all of it, jobs first."""
+    folder = Path(tempfile.mkdtemp(prefix="whetstone-slurm-"))  # short: sockets have paths of at most 107 characters
+    folder.chmod(0o755)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        found = Cluster(folder)
+        host = socket.gethostname().partition(".")[0]
+        ports = _free_ports(3)
+        (folder / "slurm.conf").write_text(
+            CONFIG.format(host=host, user=getpass.getuser(), folder=folder, controller_port=ports[0], port_1=ports[1], port_2=ports[2])
+        )
+        (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n")
+        for number in range(8):
+            (folder / f"gpu{number}").symlink_to("/dev/null")
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        for name in ("state", "spool-n1", "spool-n2"):
+            (folder / name).mkdir()
+        munge = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
+        words = [f"--{option}={folder / name}" for option, name in munge.items()]
+        _start(stack, found, "munged", "--foreground", "--force", *words)
+        _until(lambda: (folder / "munge.socket").exists(), "munged made no socket", found)
+        _start(stack, found, "slurmctld", "-D")
+        for node in ("n1", "n2"):
+            _start(stack, found, "slurmd", "-D", "-N", node)
+        _until(lambda: _idle(found) == 2, "the nodes did not become idle", found)
+        stack.callback(_cancel_all, found)
+        yield found
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _start(stack: ExitStack, found: Cluster, *words: str) -> None:
+    """A daemon in the foreground, which ends with the stack."""
+    log = stack.enter_context((found.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w"))
+    process = subprocess.Popen(words, env=found.environment, stdout=log, stderr=log, start_new_session=True)
+
+    def end() -> None:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    stack.callback(end)
+
+
+def _until(holds, what: str, found: Cluster, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what}:\n{found.logs()}"
+        time.sleep(0.1)
+
+
+def _idle(found: Cluster) -> int:
+    done = subprocess.run(["sinfo", "-hN", "-o", "%T"], env=found.environment, capture_output=True, text=True, timeout=60)
+    return done.stdout.split().count("idle")
+
+
+def _cancel_all(found: Cluster) -> None:
+    """Ends every job and waits until their processes are gone."""
+    subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=found.environment, timeout=60, capture_output=True)
+    deadline = time.monotonic() + 15
+    while _idle(found) < 2 and time.monotonic() < deadline:
+        time.sleep(0.3)
