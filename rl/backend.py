@@ -1,4 +1,4 @@
-"""Where a learner's weights, gradients and optimizer live: whole on every rank, or sharded by DeepSpeed.
+"""Where a learner's weights, gradients and optimizer live: whole on every rank, or sharded by DeepSpeed or FSDP2.
 
 A backend adds gradients up over backwards and ranks. What it is given is this rank's part of a sum; the step's gradient is
 the sum over all backwards and all ranks, whatever the backend does with ranks underneath.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl import distributed
+from rl.launch import asks_for_fsdp
 from rl.types import AdamParams
 
 
@@ -23,6 +24,7 @@ class Backend(Protocol):
     """Every method is called on all ranks in the same order (they may talk to each other), with the same names."""
 
     wrapped: nn.Module  # what a forward goes through
+    trainable: Mapping[str, Tensor]  # what is trained, as it lives here
 
     def micro_batch(self) -> AbstractContextManager:
         """Around the forward and the backward of one micro-batch."""
@@ -69,8 +71,8 @@ class Backend(Protocol):
 
 
 def place(model: nn.Module, accelerator: Any) -> None:
-    """Moves a model to its device, unless DeepSpeed will do that itself (after casting it, in half the memory)."""
-    if accelerator.distributed_type.value != "DEEPSPEED":
+    """Moves a model to its device, unless what shards it will do that itself (in less memory than the whole takes)."""
+    if accelerator.distributed_type.value != "DEEPSPEED" and not asks_for_fsdp():
         model.to(accelerator.device)
 
 
@@ -80,6 +82,10 @@ def make_backend(model: Any, trainable: Mapping[str, Tensor], accelerator: Any) 
         from rl.backend_deepspeed import DeepSpeedBackend
 
         return DeepSpeedBackend(model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config)
+    if asks_for_fsdp():
+        from rl.backend_fsdp import FSDPBackend
+
+        return FSDPBackend(model, bf16=accelerator.mixed_precision == "bf16")
     return ReplicatedBackend(model, trainable, accelerator)
 
 
@@ -102,6 +108,23 @@ def hollow(model: nn.Module) -> Any:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def filled(shell: nn.Module, pieces: Iterable[tuple[str, Tensor]]) -> Iterator[Any | None]:
+    """On rank 0 a hollow model around whole parameters, in CPU memory that is given back afterwards; elsewhere None."""
+    writes = distributed.rank() == 0
+    copies, names = dict(shell.named_parameters()), []
+    for name, tensor in pieces:
+        if writes:
+            copies[name].data.copy_(tensor)
+            names.append(name)
+        del tensor
+    try:
+        yield shell if writes else None
+    finally:
+        for name in names:
+            copies[name].data = torch.empty_like(copies[name].data)
 
 
 def adam_state(optimizer: torch.optim.Optimizer, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl import distributed
-from rl.backend import adam_state, hollow, load_adam_state, new_adamw, set_adam, summed_gradients
+from rl.backend import adam_state, filled, hollow, load_adam_state, new_adamw, set_adam, summed_gradients
 from rl.types import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,6 +27,7 @@ class DeepSpeedBackend:
 
     def __init__(self, model: Any, trainable: Mapping[str, Tensor], config: dict[str, Any]):
         import deepspeed
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
         self.model, self.trainable = model, trainable
         self.stage: int = config["zero_optimization"]["stage"]
@@ -34,6 +35,7 @@ class DeepSpeedBackend:
         self.adam = new_adamw(trainable)
         # An engine of our own rather than accelerator.prepare, which makes one per accelerator and plugin.
         self.wrapped, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=self.adam, config=config)
+        self.bf16_stage1 = isinstance(self.optimizer, BF16_Optimizer)  # which has other private parts than the rest of ZeRO
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def micro_batch(self) -> contextlib.AbstractContextManager:
@@ -74,6 +76,8 @@ class DeepSpeedBackend:
         """
         self.wrapped.zero_grad()
         self.optimizer.zero_grad()
+        if self.bf16_stage1:
+            return  # zero_grad clears its fp32 sums as well
         if self.stage in (1, 2):
             for kept in (self.optimizer.all_grad_tensors, self.optimizer.averaged_gradients):
                 for group in kept:
@@ -98,21 +102,9 @@ class DeepSpeedBackend:
             with self._gathered(self.parameters[name]):
                 yield name, self.parameters[name].detach()
 
-    @contextlib.contextmanager
-    def whole_model(self, names: Collection[str]) -> Iterator[Any | None]:
+    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
         """The copy lies in CPU memory and is gone again afterwards."""
-        writes = distributed.rank() == 0
-        copies = dict(self.shell.named_parameters())
-        for name in names:
-            tensor = self._exact(name)
-            if writes:
-                copies[name].data.copy_(tensor)
-            del tensor
-        try:
-            yield self.shell if writes else None
-        finally:
-            for name in names if writes else ():
-                copies[name].data = torch.empty_like(copies[name].data)
+        return filled(self.shell, ((name, self._exact(name)) for name in names))
 
     def _exact(self, name: str) -> Tensor:
         """A parameter as the optimizer has it: in bf16 training its fp32 master copy."""
@@ -147,6 +139,8 @@ class DeepSpeedBackend:
 
     def _flat_parameters(self) -> list[Tensor]:
         """What AdamW really steps on: this rank's flat fp32 partitions."""
+        if self.bf16_stage1:
+            return self.optimizer.fp32_groups_flat_partition
         return self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
@@ -171,14 +165,15 @@ class DeepSpeedBackend:
         if self.stage == 0:
             return load_adam_state(self.adam, self.trainable, tensors)
         self.adam.state.clear()
+        if self.stage < 3:  # or the calls below, and those above after the next step, would reach the state of before
+            self.optimizer._hp_optimizer_states_linked = False
         if not tensors:
             return
         step = next(value for name, value in tensors.items() if name.endswith("/step"))
         for flat in self._flat_parameters():
             zeros = {key: torch.zeros_like(flat) for key in _MOMENTS}
             self.adam.state[flat] = {"step": step.to(flat.device, copy=True), **zeros}
-        if self.stage < 3:  # the views that the calls below write through
-            self.optimizer._hp_optimizer_states_linked = False
+        if self.stage < 3:
             self.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.trainable.items():
             for key in _MOMENTS:

@@ -6,10 +6,16 @@ On one process every function is the identity, so callers never ask which case t
 from __future__ import annotations
 
 import datetime
+import os
+import pickle
+import socket
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rl.errors import RankLost
 
 
 def rank() -> int:
@@ -23,38 +29,111 @@ def world() -> int:
 class ObjectGroup:
     """Moves Python objects between ranks over gloo (tensors of the learner go over the accelerator's own backend).
 
-    A wait for the next verb has no bound (the driver may think for hours); the results of a verb have one.
+    Every wait has a bound of `timeout_seconds` on rank 0, which can say whom it waited for; the others wait a little more
+    than twice as long for rank 0, so that it is the first to give up. A wait that fails raises RankLost.
     """
 
     def __init__(self, timeout_seconds: float):
-        self._results = self._verbs = None
+        self.timeout_seconds = timeout_seconds
+        self._names = ["rank 0"]
         if world() > 1:
-            bound = datetime.timedelta(seconds=timeout_seconds)
+            bound = datetime.timedelta(seconds=2 * timeout_seconds + 60)
             self._results = dist.new_group(backend="gloo", timeout=bound)
-            self._verbs = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+            self._verbs = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=max(timeout_seconds, 3 * self.beat_seconds)))
+            self._names = [""] * world()
+            me = f"rank {rank()} (process {os.getpid()} on {socket.gethostname()})"
+            dist.all_gather_object(self._names, me, group=self._results)
+
+    @property
+    def beat_seconds(self) -> float:
+        """How often rank 0 has to broadcast something, lest the others take it for lost."""
+        return min(10.0, self.timeout_seconds / 4)
+
+    def name(self, of: int) -> str:
+        """A rank as an error names it."""
+        return self._names[of]
 
     def broadcast_verb(self, verb: Any) -> Any:
         """Rank 0's object, on every rank."""
         if world() == 1:
             return verb
-        box = [verb]
-        dist.broadcast_object_list(box, src=0, group=self._verbs)
+        box, begin = [verb], time.monotonic()
+        try:
+            dist.broadcast_object_list(box, src=0, group=self._verbs)
+        except RuntimeError as error:
+            seconds = time.monotonic() - begin
+            if rank() > 0:
+                raise RankLost(f"{self.name(0)}, the driver, {_how(seconds, self.timeout_seconds)}") from error
+            raise RankLost(self._lost(self._gone(), seconds)) from error
         return box[0]
 
     def gather(self, item: Any) -> list[Any] | None:
         """Every rank's object in rank order on rank 0, None elsewhere."""
         if world() == 1:
             return [item]
-        items: list[Any] | None = [None] * world() if rank() == 0 else None
-        dist.gather_object(item, items, dst=0, group=self._results)
-        return items
+        if rank() > 0:
+            payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+            begin = time.monotonic()
+            try:
+                dist.send(torch.tensor([len(payload)]), dst=0, group=self._results)
+                dist.send(payload, dst=0, group=self._results)
+            except RuntimeError as error:
+                raise RankLost(f"{self.name(0)}, the driver, {_how(time.monotonic() - begin, self.timeout_seconds)}") from error
+            return None
+        sizes = self._receive([torch.zeros(1, dtype=torch.int64) for _ in range(world() - 1)])
+        payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
+        return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
 
-    def all_gather(self, item: Any) -> list[Any]:
-        if world() == 1:
-            return [item]
-        items: list[Any] = [None] * world()
-        dist.all_gather_object(items, item, group=self._results)
-        return items
+    def _receive(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
+        """On rank 0: fills a tensor from each other rank. Raises RankLost naming those that sent nothing."""
+        begin = time.monotonic()
+        lost = self._silent(into, self.timeout_seconds)
+        if lost:
+            raise RankLost(self._lost(lost, time.monotonic() - begin))
+        return into
+
+    def _silent(self, into: list[torch.Tensor], seconds: float) -> list[int]:
+        """The ranks from which nothing came within so many seconds, or whose connection is closed."""
+        works = [dist.irecv(tensor, src=i + 1, group=self._results) for i, tensor in enumerate(into)]
+        deadline, silent = time.monotonic() + seconds, []
+        for i, work in enumerate(works):
+            left = max(0.01, deadline - time.monotonic())  # gloo takes 0 for no bound at all
+            try:
+                work.wait(datetime.timedelta(seconds=left))
+            except RuntimeError:
+                silent.append(i + 1)
+        return silent
+
+    def _gone(self) -> list[int]:
+        """On rank 0 after a failed broadcast: the ranks whose connection is closed; all where that cannot be told."""
+        gone = []
+        for other in range(1, world()):
+            begin = time.monotonic()
+            work = dist.irecv(torch.zeros(1, dtype=torch.int64), src=other, group=self._results)
+            try:
+                work.wait(datetime.timedelta(seconds=0.2))
+            except RuntimeError:
+                if time.monotonic() - begin < 0.15:
+                    gone.append(other)
+        return gone or list(range(1, world()))
+
+    def _lost(self, ranks: list[int], seconds: float) -> str:
+        names = ", ".join(self.name(r) for r in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return f"{names} {_how(seconds, self.timeout_seconds)}"
+
+
+def _how(seconds: float, bound: float) -> str:
+    """What became of a rank, from how long it was waited for."""
+    if seconds < 0.95 * bound:
+        return "is lost: it ended or closed its connection (its own output says why; a kill for want of memory leaves none)"
+    return f"did not answer within {bound:g} s: it hangs, or needs longer (the setting timeout is this bound)"
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether a collective failed, for want of another rank or of the network. gloo raises plain RuntimeErrors: told by their text."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl", "connection closed by peer"))
 
 
 def all_sum_(tensors: list[torch.Tensor]) -> None:
@@ -67,6 +146,22 @@ def all_sum_(tensors: list[torch.Tensor]) -> None:
         dist.all_reduce(flat)
         for tensor, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(piece.view_as(tensor))
+
+
+def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
+    """Shards a model over the ranks in place (FSDP2), each of `layers` a unit of its own and what is left another.
+
+    Gradients are SUMS over the ranks, in fp32; `bf16`: weights are put together, and computed with, in bf16.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    for module in (*layers, model):
+        fully_shard(module, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no average
+            module.set_gradient_divide_factor(1.0)
 
 
 def shutdown() -> None:

@@ -6,6 +6,7 @@ where several were meant. Each such state is an error here that names the settin
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import os
@@ -28,21 +29,25 @@ _OWNED = {
 _REFUSED = ("optimizer", "scheduler", "fp16", "bf16", "train_batch_size", "torch_autocast", "data_types")
 
 
-def make_accelerator(*, bf16: bool) -> Any:
-    """Joins the processes of this launch and returns accelerate's Accelerator. Raises UserError for a launch that cannot be meant."""
+def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
+    """Joins the processes of this launch and returns accelerate's Accelerator. Raises UserError for a launch that cannot be meant.
+
+    `timeout_seconds`: bound of one wait in a collective.
+    """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
     asked = _asked_processes()
     precision = "bf16" if bf16 else "no"
     on_cpu = not torch.cuda.is_available()
-    gloo = [InitProcessGroupKwargs(backend="gloo")] if on_cpu else []
+    bound = datetime.timedelta(seconds=timeout_seconds)
+    group = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=bound)]
     _refuse_before_start(asked)
     if _flag("ACCELERATE_USE_DEEPSPEED"):
-        accelerator = _with_deepspeed(bf16, precision, gloo)
+        accelerator = _with_deepspeed(bf16, precision, group)
     else:
         # Without cpu=True accelerate joins a gloo group and then takes every process for a single one.
-        accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu and asked > 1, kwargs_handlers=gloo if asked > 1 else [])
+        accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu and asked > 1, kwargs_handlers=group if asked > 1 else [])
     kind = str(accelerator.distributed_type.value)
     if accelerator.num_processes != asked or distributed.world() != asked or (asked > 1 and kind == "NO"):
         raise UserError(
@@ -56,6 +61,26 @@ def make_accelerator(*, bf16: bool) -> Any:
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def asks_for_fsdp() -> bool:
+    """Whether this launch shards by FSDP2 (rl.backend_fsdp; accelerate's own wrapping of models is not used)."""
+    return _flag("ACCELERATE_USE_FSDP") and _asked_processes() > 1  # one process has nothing to shard
+
+
+def _refuse_fsdp_settings() -> None:
+    """Settings of an FSDP config that would be overruled without a word."""
+    version, reshard = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+    if version != "2":
+        raise UserError(f"fsdp_version is {version}, only 2 is supported: use accelerate_configs/fsdp2.yaml")
+    if reshard not in ("true", "full_shard"):
+        raise UserError(f"fsdp_reshard_after_forward is {reshard}; layers are always given up after their forward: leave it out")
+    if _flag("FSDP_OFFLOAD_PARAMS"):
+        raise UserError("fsdp_offload_params is not supported: leave it out, or use accelerate_configs/zero3_offload.yaml")
+    if _flag("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise UserError("fsdp_activation_checkpointing is not read: leave it out, and set gradient_checkpointing of the run")
+    if _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):  # accelerate's default: transformers would load weights on the first rank alone
+        raise UserError("every rank reads the weights: set fsdp_cpu_ram_efficient_loading to false, as in accelerate_configs/fsdp2.yaml")
 
 
 def _asked_processes() -> int:
@@ -73,8 +98,8 @@ def _refuse_before_start(asked: int) -> None:
                 "accelerate launch started one process where its config asks for several (--cpu with --num_processes, or "
                 "distributed_type: MULTI_CPU, does that): use accelerate_configs/ddp.yaml, which also runs on CPUs"
             )
-    if _flag("ACCELERATE_USE_FSDP") and not torch.cuda.is_available():
-        raise UserError("FSDP through accelerate needs a GPU: on CPUs use accelerate_configs/ddp.yaml or zero3.yaml")
+    if asks_for_fsdp():
+        _refuse_fsdp_settings()
 
 
 # --------------------------------------------------------------------------------------------------------------- DeepSpeed
@@ -107,6 +132,14 @@ def _asked_config() -> dict[str, Any]:
         if path.is_file():
             return json.loads(path.read_text())
     raise UserError(f"the accelerate config names the DeepSpeed config {named}, which is neither {places[0].absolute()} nor {places[1]}")
+
+
+def zero_settings() -> tuple[int | None, bool]:
+    """(DeepSpeed's stage or None without it, whether the optimizer is kept on the CPU) of this launch; nothing is started."""
+    if not _flag("ACCELERATE_USE_DEEPSPEED"):
+        return None, False
+    zero = engine_config(_asked_config(), bf16=False)["zero_optimization"]
+    return int(zero["stage"]), zero.get("offload_optimizer", {}).get("device", "none") != "none"
 
 
 def engine_config(asked: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ caller says. How the datums are cut into calls, micro-batches and ranks does not
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,8 +22,8 @@ from rl.backend import make_backend, place
 from rl.errors import UserError
 from rl.logprobs import HeadRequest, LogprobHead
 from rl.losses import LossSpec
-from rl.models import LoadedModel, is_lora, uses_flash_attention
-from rl.packing import PackedBatch, choose_layout, collate, plan, unit_cost, units
+from rl.models import LoadedModel, is_lora, is_value_head, uses_flash_attention
+from rl.packing import PackedBatch, block_cost, blocks, choose_layout, collate, plan
 from rl.types import AdamParams, Datum, SamplingParams
 
 
@@ -43,6 +44,14 @@ def _has_sliding_window(model: Any) -> bool:
     return bool(config.get("sliding_window")) and bool(config.get("use_sliding_window", True))
 
 
+def _collect(outputs: dict[int, dict[str, np.ndarray]], batch: PackedBatch, found: Mapping[str, Tensor]) -> None:
+    """Cuts what was found at each token into datums."""
+    bounds = batch.cu_seqlens.tolist()
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
+    for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
+        outputs[i] = {name: array[start:end] for name, array in arrays.items()}
+
+
 class Learner:
     """A model under the accelerator with its optimizer. Every rank holds one and makes the same calls."""
 
@@ -60,11 +69,13 @@ class Learner:
         with accelerator.autocast():  # as in training: flash attention takes no fp32
             self.head = LogprobHead(self.model, fused=settings.fused)  # tries the model out, so before it is sharded
         self.backend = make_backend(self.model, self.trainable, accelerator)
+        self.trainable = dict(self.backend.trainable)  # FSDP replaces parameters by shares: the whole ones are to be let go
         self.is_lora = is_lora(self.model)
         self.windowed, self.flash = _has_sliding_window(self.model), uses_flash_attention(self.model)
         if (self.windowed or self.flash) and settings.layout == "shared":
             what = "a model with a sliding window would not keep to" if self.windowed else "flash attention does not take"
             raise UserError(f"layout shared gives attention a mask of its own, which {what}: use auto, padded or packed")
+        self.values = [name for name in self.trainable if is_value_head(name)]  # of the value head; the sampler has none
         self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
         self.has_gradient = False
         self.forget_sampling()
@@ -81,23 +92,25 @@ class Learner:
         divisor: float,
         backward: bool,
         entropy: bool = False,
+        adapters: bool = True,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
-        """This rank's part of a call: outputs by datum index (logprobs, entropy) and sums of metrics.
+        """This rank's part of a call: outputs by datum index (logprobs, entropy, values) and sums of metrics.
 
+        `adapters`: False scores with the LoRA adapter off, as the base model does; never with `backward`.
         Raises FloatingPointError when the loss is not finite; the gradients since the last step are dropped then.
         """
         outputs: dict[int, dict[str, np.ndarray]] = {}
         sums: dict[str, Tensor] = {}
-        for batch in self._my_batches(datums):
-            with torch.set_grad_enabled(backward), self.backend.micro_batch():
-                value, logp, entropy_T, metrics = self._forward(batch, loss, config, temperature, entropy)
+        for batch in self._my_batches(datums, loss.group):
+            with torch.set_grad_enabled(backward), self._adapters(adapters), self.backend.micro_batch():
+                value, found, metrics = self._forward(batch, loss, config, temperature, entropy)
                 if backward:
                     self.backend.backward(value * (batch.scale / divisor))
             if batch.scale == 0.0:
                 continue
             for name, metric in {"loss:sum": value.detach(), **metrics}.items():
                 sums[name] = sums[name] + metric.double() if name in sums else metric.detach().double()
-            self._collect(outputs, batch, logp, entropy_T if entropy else None)
+            _collect(outputs, batch, found)
         totals = {name: float(value) for name, value in sums.items()}
         loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
         distributed.all_sum_([loss_sum])  # every rank knows, or those without the bad datum would wait for the others
@@ -112,41 +125,57 @@ class Learner:
 
     def _forward(
         self, batch: PackedBatch, loss: LossSpec, config: Mapping[str, float], temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        request = HeadRequest(batch.inputs["target_tokens"], batch.token_index, temperature, entropy)
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """(the loss, what was found at each token by name, metrics) of one micro-batch."""
+        wants_entropy = entropy or loss.needs_entropy(config)
+        request = HeadRequest(batch.inputs["target_tokens"], batch.token_index, temperature, wants_entropy, loss.logprobs)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
             inputs["attention_mask"] = batch.attention_mask
-        logp, entropy_T = self.head(self.backend.wrapped, request, **inputs)
-        function = loss.on(logp.device, fused=self.settings.fused)
-        value, metrics = function(logp, entropy_T, batch.inputs, batch.cu_seqlens, config)
-        return value, logp, entropy_T, metrics
+        logp, entropy_T, values_T = self.head(self.backend.wrapped, request, **inputs)
+        fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
+        value, metrics = loss.compute(logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused)
+        if values_T is not None:
+            # ZeRO wants every parameter touched by every backward, and the model's own output to be part of it
+            value = value + 0.0 * (values_T if loss.logprobs else values_T + logp.reshape(len(values_T), -1)[:, 0]).sum()
+        found = {"logprobs": logp} if loss.logprobs else {}
+        found |= {"entropy": entropy_T} if entropy else {}
+        return value, found if values_T is None else found | {"values": values_T}, metrics
 
-    def _my_batches(self, datums: Sequence[Datum]) -> list[PackedBatch]:
-        """This rank's micro-batches: dealt out longest first, as many on every rank, padded with weightless ones."""
+    @contextlib.contextmanager
+    def _adapters(self, on: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if on else self.model.disable_adapter():
+            yield
+
+    def _my_batches(self, datums: Sequence[Datum], group: int = 1) -> list[PackedBatch]:
+        """This rank's micro-batches: dealt out longest first, as many on every rank, padded with weightless ones.
+
+        `group` consecutive datums belong together and are never torn apart.
+        """
         world, rank = distributed.world(), distributed.rank()
         budget = self.settings.token_budget
         chunks: list[tuple[str, list[list[int]]]] = []
         # Datums with and without a field (soft targets, say) cannot share a micro-batch.
         kinds: dict[tuple, list[int]] = {}
-        for i, datum in enumerate(datums):
-            kinds.setdefault(tuple((n, d.array.shape[1:]) for n, d in datum.loss_fn_inputs.items()), []).append(i)
+        for i in range(len(datums)):
+            fields = datums[i - i % group].loss_fn_inputs
+            kinds.setdefault(tuple((n, d.array.shape[1:]) for n, d in fields.items()), []).append(i)
         for members in kinds.values():
             same = [datums[i] for i in members]
             layout = self._layout(same)
-            together = units(same, layout, budget)
-            costs = [unit_cost(same, unit) for unit in together]
+            together = blocks(same, layout, budget, group)
+            costs = [block_cost(same, block, layout) for block in together]
             share = budget
             if world > 1:  # enough micro-batches to go round
                 share = max(1, min(budget, -(-sum(costs) // world)))
             for chunk in plan(costs, share, layout):
-                chunks.append((layout, [[members[i] for i in together[j]] for j in chunk]))
+                chunks.append((layout, [[members[i] for i in unit] for j in chunk for unit in together[j]]))
         mine = chunks[rank::world]
         batches = [collate(datums, chunk, layout, self.accelerator.device) for layout, chunk in mine]
         for _ in range(-(-len(chunks) // world) - len(mine)):
-            batches.append(collate(datums, [[0]], "padded", self.accelerator.device))
+            batches.append(collate(datums, [[i] for i in range(group)], "padded", self.accelerator.device))
             batches[-1].scale = 0.0
         return batches
 
@@ -159,15 +188,6 @@ class Learner:
             return "padded"
         config = self.model.config.get_text_config().to_dict()
         return choose_layout(datums, self.settings.token_budget, config.get("hidden_size") or config["n_embd"])
-
-    def _collect(self, outputs: dict, batch: PackedBatch, logp: Tensor, entropy_T: Tensor | None) -> None:
-        bounds = batch.cu_seqlens.tolist()
-        values = logp.detach().float().cpu().numpy()
-        entropies = None if entropy_T is None else entropy_T.detach().float().cpu().numpy()
-        for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
-            outputs[i] = {"logprobs": values[start:end]}
-            if entropies is not None:
-                outputs[i]["entropy"] = entropies[start:end]
 
     # ------------------------------------------------------------------------------------------------------------- step
 
@@ -244,9 +264,13 @@ class Learner:
         """The model's modules, shapes and names; its weights may count for nothing."""
         return self.backend.shell
 
-    def weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Parameters (by default those that are trained), whole, one at a time: all ranks take them together."""
-        return self.backend.pieces(list(self.trainable) if names is None else names)
+    def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that are trained (`frozen`: all), whole, one at a time, but the value head's: what is sampled from.
+
+        All ranks take them together.
+        """
+        names = self.parameter_shapes if frozen else self.trainable
+        return self.backend.pieces([name for name in names if not is_value_head(name)])
 
     def whole_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
         """The model with all its weights (or its adapter's alone) on rank 0, None elsewhere: all ranks enter together."""

@@ -1,0 +1,326 @@
+"""Step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, modelled; its traffic checked on two real processes.
+
+    python bench/scaling.py                        # table, results/scaling.csv and results/scaling.png: under a minute
+    python bench/scaling.py --measure              # first: bytes that two gloo processes really send, against the model
+    python bench/scaling.py --sampling-rate 7:2500 --mfu 0.35 --reward-seconds 0.05
+
+Memory is that of `train.py --plan` (rl.memory_plan). Nothing overlaps: sampling, arithmetic, traffic and the driver's work
+are added, which is how the loop runs (only ZeRO-2 may overlap its sending, by a setting). The work grows with the GPUs: a
+fixed number of answers for each. What the figures rest on is printed first; the rates are inputs, not measurements.
+W: ranks, N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from scaling_page import draw, show, write_csv  # noqa: E402
+
+from rl.memory_plan import GIB, REUSE, ROOM, Held, Launch, ModelShape, Work, micro_batch, plan, sampled_at_once  # noqa: E402
+
+RESULTS = HERE / "results"
+GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
+# The dense Qwen2.5 models: hidden, layers, heads, key heads, MLP, vocabulary, tied head.
+SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "0.5B": (896, 24, 14, 2, 4864, 151_936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
+    "3B": (2048, 36, 16, 2, 11_008, 151_936, True),
+    "7B": (3584, 28, 28, 4, 18_944, 152_064, False),
+    "14B": (5120, 48, 40, 8, 13_824, 152_064, False),
+    "32B": (5120, 64, 40, 8, 27_648, 152_064, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Rates of one GPU and its links. Bandwidths are of one direction, as a ring uses them."""
+
+    flops: float = 989e12  # bf16, dense: an H100's data sheet
+    mfu: float = 0.35
+    memory_gib: float = 80.0
+    nvlink: float = 450e9 * 0.7  # bytes/s; the factor is what collectives usually reach
+    infiniband: float = 50e9 * 0.8  # bytes/s for each GPU (400 Gb/s)
+    per_node: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """What rank 0 does alone. `bytes_per_token`, `pickle_rate`: of a batch on its way to the ranks (what --measure found)."""
+
+    reward_seconds: float = 0.005
+    reward_workers: int = 8
+    bytes_per_token: float = 16.0
+    pickle_rate: float = 130e6  # bytes/s, packing and unpacking
+    network: float = 1.5e9  # bytes/s of object broadcasts, which go over gloo and TCP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one GPU gets in a step, and how it is cut up."""
+
+    answers: int = 64
+    group: int = 8
+    prompt: int = 512
+    answer: int = 1024
+    budget: int = 16_384
+
+    @property
+    def tokens(self) -> int:
+        return self.answers * (self.prompt + self.answer)
+
+
+# ---------------------------------------------------------------------------------------------------------------- traffic
+
+
+def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, float]:
+    """Bytes handed to collectives by one rank in an optimizer step (whole tensors), by collective.
+
+    DDP, ZeRO-1  gradients once, fp32                     ZeRO-1, 2  updated weights, gathered once
+    ZeRO-2       gradients at each micro-batch; DeepSpeed 0.19 all-reduces them in buckets and keeps its share
+    ZeRO-3       weights gathered for each forward, and for the backward but for the last that are still there; gradients
+                 reduce-scattered at each micro-batch; weights once more for the sampler
+    """
+    if launch.world == 1:
+        return {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
+    gradients, weights = 4.0 * shape.trainable, float(launch.weight_bytes * shape.trainable)
+    if launch.zero in (None, 0):
+        return {"all_reduce": gradients, "all_gather": 0.0, "reduce_scatter": 0.0}
+    if launch.zero in (1, 2):
+        times = micro_batches if launch.zero == 2 else 1
+        return {"all_reduce": times * gradients, "all_gather": weights, "reduce_scatter": 0.0}
+    large = shape.parameters - shape.small
+    gathers = large + max(0, large - REUSE)
+    sampler = shape.parameters - shape.small if shape.trainable == shape.parameters else 0
+    updated = shape.small  # small ones are whole everywhere, and gathered after the step
+    return {
+        "all_reduce": 0.0,
+        "all_gather": float(launch.weight_bytes * (micro_batches * gathers + sampler + updated)),
+        "reduce_scatter": micro_batches * gradients,
+    }
+
+
+def on_the_wire(sent: Mapping[str, float], world: int) -> float:
+    """Bytes that a rank sends in rings: 2 (W - 1) / W of what is all-reduced, (W - 1) / W of what is gathered or scattered."""
+    share = (world - 1) / world
+    return share * (2 * sent["all_reduce"] + sent["all_gather"] + sent["reduce_scatter"])
+
+
+# --------------------------------------------------------------------------------------------------------------- step time
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the table; seconds and GiB are of one GPU. `limit`: the largest part, or what does not fit."""
+
+    model: str
+    gpus: int
+    launch: str
+    memory_gib: float
+    fits: bool
+    traffic_gib: float
+    sample_s: float
+    train_s: float
+    traffic_s: float
+    driver_s: float
+    step_s: float
+    tokens_per_second_per_gpu: float
+    limit: str
+
+
+def step(
+    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float
+) -> Step:
+    """A GRPO step with gradient checkpointing. `sampling_rate`: tokens/s that one GPU draws."""
+    work = work_of(shape, launch, load)
+    needs = plan(shape, held, launch, work)
+    memory = needs.peak / GIB
+    fits = memory <= ROOM * hardware.memory_gib
+    micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
+    wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
+    sample = load.answers * load.answer / sampling_rate
+    train = 8 * shape.parameters * load.tokens / (hardware.flops * hardware.mfu)  # 6, and the forward again: checkpointing
+    link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
+    traffic = wire / link
+    alone = driver_seconds(driver, load, launch.world)
+    total = sample + train + traffic + alone
+    parts = {"sampling": sample, "arithmetic": train, "traffic": traffic, "driver": alone}
+    copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
+    limit = max(parts, key=lambda part: parts[part])
+    if not fits:
+        limit = "memory: sampler's copy" if memory - copy <= ROOM * hardware.memory_gib else "memory: learner"
+    rate = load.tokens / total
+    return Step(name, launch.world, launch_name(launch), memory, fits, wire / GIB, sample, train, traffic, alone, total, rate, limit)
+
+
+def driver_seconds(driver: Driver, load: Load, world: int) -> float:
+    """Rewards on the driver's workers; the batch packed, sent down a tree and unpacked, once for the learner."""
+    rewards = world * load.answers * driver.reward_seconds / driver.reward_workers
+    if world == 1:
+        return rewards
+    batch = world * load.tokens * driver.bytes_per_token
+    return rewards + batch / driver.pickle_rate + batch / driver.network * math.ceil(math.log2(world))
+
+
+def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
+    groups = launch.world * load.answers // load.group
+    lengths = {"group": load.group, "prompt": load.prompt, "answer": load.answer, "world": launch.world}
+    batch = micro_batch(groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths)
+    prompts, rows = sampled_at_once(groups=groups, kv_cache_tokens=262_144, max_rows=1024, **lengths)
+    return Work(batch=batch, samples=True, prompts=prompts, prompt=load.prompt, rows=rows, answer=load.answer)
+
+
+def launch_name(launch: Launch) -> str:
+    return "ddp" if launch.zero is None else f"zero{launch.zero}"
+
+
+def skeletons(names: Sequence[str]) -> dict[str, Any]:
+    """The models by name, from configs written aside: no weights."""
+    from transformers import Qwen2Config
+
+    from rl.memory_trace import Skeleton
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            hidden, layers, heads, key_heads, mlp, vocab, tied = SIZES[name]
+            config = Qwen2Config(
+                hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
+                intermediate_size=mlp, vocab_size=vocab, tie_word_embeddings=tied, max_position_embeddings=32_768,
+            )  # fmt: skip
+            config.save_pretrained(folder)
+            found[name] = Skeleton(folder, None, None)
+    return found
+
+
+def table(
+    names: Sequence[str], gpus: Sequence[int], load: Load, hardware: Hardware, driver: Driver, rates: Mapping[str, float]
+) -> list[Step]:
+    """Every size, number of GPUs and launch. One GPU is one process without a launch."""
+    import torch
+
+    from rl.memory_trace import Arithmetic
+
+    rows = []
+    for name, skeleton in skeletons(names).items():
+        shape = skeleton.shape
+        alone = Launch(cuda=True, bf16=True)
+        batch = work_of(shape, alone, load).batch
+        sharded = Arithmetic(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
+        held = {None: skeleton.held(batch, Arithmetic(autocast=True, checkpointing=True))}
+        held |= dict.fromkeys((1, 2, 3), skeleton.held(batch, sharded))
+        for world in gpus:
+            for stage in STAGES.values():
+                if world == 1 and stage is not None:
+                    continue
+                launch = Launch(cuda=True, bf16=True, world=world, per_node=min(world, hardware.per_node), zero=stage)
+                rows.append(step(name, shape, held[stage], launch, load, hardware, driver, rates[name]))
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------- what two processes measure
+
+
+def measure(folder: Path, launch: str, micro_batches: int = 3) -> dict[str, Any]:
+    """What two gloo processes hand to collectives in a step, and the seconds it takes: see scaling_measure.py."""
+    out = folder / f"{launch}.json"
+    config = HERE.parent / "accelerate_configs" / f"{launch}.yaml"
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    script = [str(HERE / "scaling_measure.py"), str(folder / "model"), str(out), str(micro_batches)]
+    done = subprocess.run([*words, *script], cwd=folder, capture_output=True, text=True, timeout=400)
+    if done.returncode:
+        raise RuntimeError(f"{launch} failed:\n{done.stderr[-3000:]}")
+    return json.loads(out.read_text())
+
+
+def compare(folder: Path, micro_batches: int = 3) -> list[dict[str, Any]]:
+    """Measured against modelled bytes, a row for each launch and collective."""
+    from scaling_measure import write_model
+
+    from rl.memory_trace import Skeleton
+
+    shape = Skeleton(write_model(folder / "model"), None, None).shape
+    rows = []
+    for name, stage in STAGES.items():
+        found = measure(folder, name, micro_batches)
+        expected = payload(shape, Launch(cuda=False, bf16=False, world=2, zero=stage), micro_batches)
+        for kind in sorted({*expected, *found["bytes"]}):
+            measured = found["bytes"].get(kind, 0)
+            rows.append({"launch": name, "wrapped": found["wrapped"], "collective": kind, "measured": measured,
+                         "modelled": round(expected.get(kind, 0.0)), "seconds": round(found["seconds"], 3)})  # fmt: skip
+    return rows
+
+
+def batch_costs() -> tuple[float, float]:
+    """(bytes a token takes on its way to the ranks, bytes/s of packing and unpacking them) of RL datums here."""
+    import numpy as np
+
+    from rl.types import Datum, ModelInput
+
+    rng = np.random.default_rng(0)
+    datums = []
+    for _ in range(256):
+        tokens, values = rng.integers(0, 150_000, 1536), rng.standard_normal(1536).astype(np.float32)
+        fields = {"target_tokens": tokens, "logprobs": values, "advantages": values, "mask": values}
+        datums.append(Datum(ModelInput.from_ints(tokens.tolist()), fields))
+    begin = time.perf_counter()
+    packed = pickle.dumps(datums)
+    pickle.loads(packed)  # noqa: S301  (made above)
+    return len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the line
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="measure two gloo processes first, into scaling_measured.csv")
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    # One H100 drawing with a batch of 64; what it really is depends on engine, length and batch: an assumption to replace.
+    parser.add_argument("--sampling-rate", nargs="+", metavar="MODEL:TOKENS_PER_S", help="tokens/s that one GPU draws",
+                        default=["0.5B:20000", "1.5B:12000", "3B:8000", "7B:4500", "14B:2500", "32B:1200"])  # fmt: skip
+    for kind in (Hardware, Driver, Load):
+        for name, value in asdict(kind()).items():
+            parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value, help=kind.__name__.lower())
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    hardware, driver, load = (kind(**{name: getattr(given, name) for name in asdict(kind())}) for kind in (Hardware, Driver, Load))
+    rates = {name: float(rate) for name, rate in (pair.split(":") for pair in given.sampling_rate)}
+    print("Assumed:", hardware, driver, load, f"sampling tokens/s of one GPU: {rates}", sep="\n  ", flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.measure:
+        with tempfile.TemporaryDirectory() as folder:
+            compared = compare(Path(folder))
+        write_csv(given.out / "scaling_measured.csv", compared)
+        for row in compared:
+            print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
+        size, rate = batch_costs()
+        print(f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and unpacked at {rate / 1e6:.0f} MB/s here")
+    rows = table(given.models, given.gpus, load, hardware, driver, rates)
+    show(rows)
+    write_csv(given.out / "scaling.csv", rows)
+    draw(rows, given.out / "scaling.png", load)
+    print(f"{given.out / 'scaling.csv'}, {given.out / 'scaling.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""What a launch of one or several processes computes through the clients; test_distributed.py compares it. Not a test by itself.
+
+    accelerate launch --config_file accelerate_configs/X.yaml tests/distributed_cases.py STARTS OUT [--also DS_CONFIG]
+
+STARTS: saved models to begin from, made by the test. OUT: results.pt and what is saved for samplers. --also: a second
+DeepSpeed config, under which a few cases run again in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+import torch  # noqa: E402
+from helpers import random_datums  # noqa: E402
+
+from rl import ServiceClient, driver, types  # noqa: E402
+from rl.launch import make_accelerator  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
+from rl.training_client import TrainingClient  # noqa: E402
+from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
+from rl.worker import Worker, WorkerSettings  # noqa: E402
+
+DIVISOR = 7.0
+# With lr 0, beta1 0 and no clipping AdamW changes no weight, and its first moment is the step's gradient before clipping.
+LOOK = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0)
+PROMPTS = [[3, 4, 12, 5, 6, 13], [3, 4, 12]]
+SMALL = {"token_budget": 20}  # a few sequences a micro-batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One gradient of eight datums. `settings`: the learner's; `calls`: how many of them each forward_backward takes."""
+
+    start: str
+    loss: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    calls: tuple[int, ...] = (8,)
+
+
+GRADIENTS = {
+    "tied, ppo, one micro-batch of all": Case("tied", "ppo"),
+    "tied, ppo, one sequence a micro-batch": Case("tied", "ppo", {"token_budget": 1}),
+    "tied, ppo, some a micro-batch, calls of 3 and 5": Case("tied", "ppo", SMALL, (3, 5)),
+    "tied, cross_entropy, packed, checkpointing": Case(
+        "tied", "cross_entropy", {"layout": "packed", "gradient_checkpointing": True}, (1, 7)
+    ),
+    "tied, cross_entropy, plain head": Case("tied", "cross_entropy", {**SMALL, "fused": False}),
+    "untied, ppo, plain head, calls of 3 and 5": Case("untied", "ppo", {"token_budget": 1, "fused": False}, (3, 5)),
+    "untied, gspo": Case("untied", "gspo", SMALL),
+    "untied, custom over sequences, checkpointing": Case("untied", "custom", {**SMALL, "gradient_checkpointing": True}, (3, 5)),
+    "value head, values alone": Case("value", "value", SMALL, (3, 5)),
+    "lora tied, ppo, calls of 3 and 5": Case("lora_tied", "ppo", SMALL, (3, 5)),
+    "lora tied, cross_entropy, plain head": Case("lora_tied", "cross_entropy", {"fused": False}),
+    "lora untied, gspo, checkpointing": Case("lora_untied", "gspo", {"token_budget": 1, "gradient_checkpointing": True}),
+    "lora untied, cross_entropy, padded": Case("lora_untied", "cross_entropy", {**SMALL, "layout": "padded"}),
+}
+FEW = ["tied, ppo, some a micro-batch, calls of 3 and 5", "untied, gspo", "lora tied, ppo, calls of 3 and 5"]
+
+
+def eight() -> list[Datum]:
+    return random_datums(8)
+
+
+def masked_on_one_rank() -> list[Datum]:
+    """The longest first, as they are dealt out one a micro-batch; every second one, all of rank 1's, has nothing to learn."""
+    ordered = sorted(eight(), key=lambda d: -d.model_input.length)
+    for datum in ordered[1::2]:
+        for name in ("mask", "advantages"):
+            datum.loss_fn_inputs[name].array[:] = 0.0
+    return ordered
+
+
+def for_loss(datums: Sequence[Datum], loss: str) -> list[Datum]:
+    """With the fields that the loss takes; the advantages stand in for returns."""
+    if loss not in ("cross_entropy", "value"):
+        return list(datums)
+    own = {"weights": "mask"} if loss == "cross_entropy" else {"mask": "mask", "returns": "advantages"}
+    fields = {"target_tokens": "target_tokens", **own}
+    return [Datum(d.model_input, {k: d.loss_fn_inputs[v] for k, v in fields.items()}) for d in datums]
+
+
+def over_sequences(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """A loss that is no sum over tokens: one clipped ratio a sequence, the exponential of its mean log ratio."""
+    total = torch.zeros(())
+    for datum, logp_T in zip(data, logprobs, strict=True):
+        old_T, advantages_T = (datum.loss_fn_inputs[name].to_torch().to(logp_T.dtype) for name in ("logprobs", "advantages"))
+        ratio = (logp_T - old_T).mean().exp()
+        advantage = advantages_T.sum()
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / DIVISOR
+    return total, {}
+
+
+def update_params(step: int) -> AdamParams:
+    """Every setting changes; the norm is always above what it is clipped to."""
+    return AdamParams(1e-3 * (step + 1), 0.8 + 0.02 * step, 0.9, 1e-3, 0.1 * step, grad_clip_norm=0.05 * (5 - step))
+
+
+def update_datums(step: int) -> list[Datum]:
+    return random_datums(3 + step, seed=20 + step)
+
+
+class CaseWorker(Worker):
+    """A worker with verbs that look inside and change what a launch fixes."""
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        self.settings = replace(self.settings, learner=LearnerSettings(**settings))
+
+    def relaunch(self, bf16: bool, ds_config: str | None) -> None:
+        """What the same processes would have been launched as with another precision or DeepSpeed config."""
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state()
+        if ds_config is not None:
+            os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = ds_config
+        self.accelerator = make_accelerator(bf16=bf16)
+        self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
+
+    def describe(self, model_id: int) -> dict[str, Any]:
+        """`own`: the numbers that this rank holds of the model while nothing runs."""
+        backend = self.learners[model_id].backend
+        own = [p.to_local() if type(p).__name__ == "DTensor" else p for p in self.learners[model_id].model.parameters()]
+        return {
+            "processes": self.accelerator.num_processes,
+            "own": sum(p.numel() for p in own),
+            "stage": getattr(backend, "stage", None),
+            "optimizer_device": str(next((p.device for p in backend.optimizer.fp32_partitioned_groups_flat), None))
+            if getattr(backend, "stage", 0) == 3
+            else None,
+        }
+
+    def gradient(self, model_id: int) -> tuple[dict[str, torch.Tensor], float]:
+        """What was accumulated, by parameter name (on rank 0), and its norm as a step reports it."""
+        learner = self.learners[model_id]
+        norm = learner.step(LOOK)["grad_norm"]
+        tensors = learner.optimizer_tensors()
+        found = {name: tensors[f"{name}/exp_avg"].clone() for name in learner.parameter_shapes if f"{name}/exp_avg" in tensors}
+        learner.load_optimizer_tensors({})
+        return found, norm
+
+    def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
+        return len(self.learners[model_id]._my_batches(datums))
+
+    def plant_divisor(self, model_id: int, divisor: float) -> None:
+        """A defect: every loss is divided by `divisor` once too often."""
+        backend = self.learners[model_id].backend
+        right = backend.backward
+        backend.backward = lambda value: right(value / divisor)
+
+
+class Launch:
+    """The script's side: clients, one after another, and what they gave."""
+
+    def __init__(self, starts: Path, out: Path):
+        self.starts, self.out = starts, out
+        self.service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=60, dtype="fp32"))
+        self.results: dict[str, Any] = {}
+        self.client: TrainingClient | None = None
+        self.made: tuple[str, str] | None = None
+
+    def verb(self, name: str, *arguments: Any) -> Any:
+        return self.service._driver.submit(name, *arguments).result()
+
+    def begin(self, start: str, **settings: Any) -> TrainingClient:
+        """A client at `start`; the one at hand where it is the same, since only `updates` changes weights."""
+        if self.client is None or self.made != (start, str(settings)):
+            self.end()
+            self.verb("configure", settings)
+            self.client = self.service.create_training_client_from_state(str(self.starts / start))
+            self.made = start, str(settings)
+        return self.client
+
+    def end(self) -> None:
+        if self.client is not None:
+            self.client.release()
+        self.client = self.made = None
+
+    def call(self, datums: Sequence[Datum], loss: str = "ppo", divisor: float = DIVISOR) -> Any:
+        assert self.client is not None
+        if loss == "custom":
+            return self.client.forward_backward_custom(datums, over_sequences).result()
+        return self.client.forward_backward(for_loss(datums, loss), loss, divisor=divisor).result()
+
+    def look(self) -> tuple[dict[str, torch.Tensor], float]:
+        assert self.client is not None
+        return self.verb("gradient", self.client.model_id)
+
+    # ------------------------------------------------------------------------------------------------------ what is done
+
+    def gradients(self, names: Sequence[str], label: str = "") -> None:
+        """One rank's number of micro-batches goes along, to see that a case is what it says."""
+        for name in names:
+            case = GRADIENTS[name]
+            client, datums, loss, cuts = self.begin(case.start, **case.settings), eight(), 0.0, 0
+            for size in case.calls:
+                part, datums = datums[:size], datums[size:]
+                cuts += self.verb("micro_batches", client.model_id, for_loss(part, case.loss))
+                got = self.call(part, case.loss)
+                loss += got.metrics["loss:sum"]
+            gradient, norm = self.look()
+            self.results[label + name] = {"gradient": gradient, "norm": norm, "loss": loss, "cuts": cuts, "launch": self.launch()}
+
+    def launch(self) -> dict[str, Any]:
+        assert self.client is not None
+        info = {key: self.client.info[key] for key in ("distributed_type", "wrapped", "world", "parameters", "dtype")}
+        return {**info, **self.verb("describe", self.client.model_id)}
+
+    def unequal_shares(self) -> None:
+        """A rank with nothing to learn, one datum for all ranks, none at all, what was dropped, a planted defect."""
+        client = self.begin("untied", token_budget=1)
+        ordered = masked_on_one_rank()
+        self.call(ordered)
+        self.results["one rank all masked"] = self.look()
+        self.call(ordered[:1])
+        self.results["one datum"] = self.look()
+        self.call([])
+        self.results["no datum"] = client.optim_step(LOOK).result().metrics
+        client.forward([], "ppo").result()
+        self.call(ordered[:3])
+        client.forward(ordered[3:], "ppo").result()
+        self.call(ordered[3:])
+        self.results["a forward in between"] = self.look()
+        self.call(ordered[1:5])
+        self.verb("drop_gradients", client.model_id)
+        self.call(ordered)
+        self.results["what was dropped is gone"] = self.look()
+        client = self.begin("lora_tied", token_budget=1)
+        client.forward(eight(), "ppo", adapters=False).result()
+        self.call(eight())
+        self.results["a forward without the adapter before"] = self.look()
+        for start in ("untied", "lora_tied"):
+            client = self.begin(start, token_budget=1)
+            self.verb("plant_divisor", client.model_id, float(client.info["world"]))
+            self.call(eight())
+            self.results[f"planted, {start}"] = self.look()
+            self.end()
+
+    def updates(self) -> None:
+        """Five updates, what the ranks then sample, and what is saved."""
+        for start in ("untied", "lora_tied"):
+            client, norms = self.begin(start, token_budget=20), []
+            for step in range(5):
+                datums = update_datums(step)
+                self.call(datums[:2])
+                self.call(datums[2:])
+                norms.append(client.optim_step(update_params(step)).result().metrics["grad_norm"])
+            self.results[f"updates, {start}"] = {"norms": norms, **self.sampled(client)}
+            client.save_weights_for_sampler(start).result()
+            client.save_weights_for_sampler(f"{start}_merged", merged=True).result()
+            path = client.save_state(start).result().path
+            self.one_more(client, f"{start}_went_on")
+            self.end()
+            self.client = self.service.create_training_client_from_state_with_optimizer(path)
+            self.one_more(self.client, f"{start}_resumed")
+            self.end()
+
+    def one_more(self, client: TrainingClient, name: str) -> None:
+        self.call(update_datums(5))
+        client.optim_step(update_params(4)).result()
+        client.save_weights_for_sampler(name).result()
+
+    def sampled(self, client: TrainingClient) -> dict[str, Any]:
+        """Samples that end at their first token on one rank and run to the limit on the other; then one rank has none."""
+        sampler = client.save_weights_and_get_sampling_client()
+        endless = types.SamplingParams(max_tokens=40, stop=[], seed=1)
+        at_once = types.SamplingParams(max_tokens=40, stop=list(range(14)), seed=1)
+        prompts = [ModelInput.from_ints(prompt) for prompt in PROMPTS]
+        both = [sampler.sample(prompts[0], 2, endless), sampler.sample(prompts[1], 2, at_once)]
+        sequences = [[(s.tokens, s.logprobs) for s in future.result().sequences] for future in both]
+        alone = sampler.sample(prompts[1], 2, at_once).result()
+        scored = sampler.compute_logprobs(prompts[0]).result()
+        probe = [Datum(prompts[0], {"target_tokens": [*PROMPTS[0][1:], 1]})]
+        learner = client.forward(probe, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        return {
+            "both": sequences,
+            "alone": [(s.tokens, s.logprobs) for s in alone.sequences],
+            "scored": scored,
+            "learner": learner,
+        }
+
+    def in_bf16(self) -> None:
+        """The same gradients, and four equal calls in a row: their sum shows in which precision gradients are added up."""
+        self.gradients(FEW, "bf16: ")
+        for start in ("tied", "lora_tied"):
+            self.begin(start, token_budget=1)
+            self.call(eight())
+            once, _ = self.look()
+            for _ in range(5):
+                self.call(eight())
+            self.results[f"bf16 repeated, {start}"] = once, self.look()[0]
+
+
+def main(starts: Path, out: Path, also: str | None) -> None:
+    torch.set_num_threads(1)
+    driver.Worker = CaseWorker  # what the driver and the serving ranks make
+    launch = Launch(starts, out)
+    launch.gradients(list(GRADIENTS))
+    launch.unequal_shares()
+    launch.updates()
+    launched_with = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if also is not None:
+        launch.verb("relaunch", False, also)
+        launch.gradients(FEW, "also: ")
+        launch.end()
+    launch.verb("relaunch", True, launched_with)
+    launch.in_bf16()
+    launch.end()
+    torch.save(launch.results, out / "results.pt")
+    launch.service.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("starts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--also")
+    arguments = parser.parse_args()
+    main(arguments.starts, arguments.out, arguments.also)
