@@ -39,6 +39,8 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any]:
     sampling = stage.settings.sampling if stage else SamplingSettings(temperature=1.0)
     given = {"eval_dataset": args.dataset, "reward": args.reward, "eval_limit": args.limit, "renderer": args.renderer}
     data = replace(data, **{name: value for name, value in given.items() if value is not None})
+    if args.reward is not None:
+        data = replace(data, rewards=())
     own = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
     temperature = own if args.temperature is None else args.temperature
     return data, SamplingParams(args.max_tokens or sampling.max_tokens, temperature=temperature)
@@ -52,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     from rl.errors import UserError
     from rl.evaluation import answer_rows, figures
     from rl.jsonl import finite, write_atomically
-    from rl.prepare import held_out_problems, make_renderer
+    from rl.prepare import held_out_problems, make_renderer, reward_of
     from rl.reopen import open_weights
     from rl.rewards import Scorer
     from rl.rollout import rollout
@@ -62,17 +64,21 @@ def main(args: argparse.Namespace) -> None:
     problems = held_out_problems(data)
     if problems is None:
         raise UserError(f"{data.dataset} has too few rows to hold any out: name problems with --dataset")
+    reward = reward_of(data)
+    if reward is None:
+        raise UserError(f"{args.weights} was trained without a reward: give --reward (such as gsm8k)")
+    shown = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
     seed = weights.evaluation_seed if args.seed is None else args.seed
-    with weights.service() as service, Scorer(data.reward, timeout=data.reward_timeout, workers=data.reward_workers) as scorer:
+    with weights.service() as service, Scorer(reward, timeout=data.reward_timeout, workers=data.reward_workers) as scorer:
         sampler = weights.sampler(service)
         renderer = make_renderer(sampler, data.renderer)
         builders = [ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems]
         result = rollout(builders, sampler, params, seed=seed)
     if not result.groups:
-        raise UserError(f"the reward {data.reward} failed on every answer: {result.errors[0]}")
+        raise UserError(f"the reward {shown} failed on every answer: {result.errors[0]}")
     rows, found = answer_rows(result.groups, list(problems)), figures(result.groups, args.samples)
     counts = {"problems": len(problems), "answers": len(rows), "answers whose reward failed": len(result.errors)}
-    what = {"weights": weights.name, "problems": problems.name, "reward": data.reward, "temperature": params.temperature}
+    what = {"weights": weights.name, "problems": problems.name, "reward": shown, "temperature": params.temperature}
 
     table = Table(show_header=False)
     for name, count in counts.items():

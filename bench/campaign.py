@@ -71,6 +71,8 @@ PARTS = (
     Part("default_recipe", "the default recipe, seeds 0, 1 and 2: time, accuracy before and after", "campaign.py", ("--default-recipe",)),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
+    Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
+    Part("scaling", "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes", "scaling.py", ("--measure",)),
     Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--variants", "plain", "fused")),
 )
 

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from rl.models import load_tokenizer as get_tokenizer
     from rl.rewards import register_reward, resolve_reward
     from rl.service import ServiceClient
+    from rl.training_config import LoRAConfig, TrainingConfig
     from rl.types import TensorData
 
 # name -> (module, attribute; None for the module itself)
 _FACE: dict[str, tuple[str, str | None]] = {
+    "LoRAConfig": ("rl.training_config", "LoRAConfig"),
     "ServiceClient": ("rl.service", "ServiceClient"),
     "TensorData": ("rl.types", "TensorData"),
+    "TrainingConfig": ("rl.training_config", "TrainingConfig"),
     "UserError": ("rl.errors", "UserError"),
     "get_tokenizer": ("rl.models", "load_tokenizer"),
     "model_info": ("rl.model_info", None),
@@ -33,8 +36,10 @@ _FACE: dict[str, tuple[str, str | None]] = {
 }
 
 __all__ = [
+    "LoRAConfig",
     "ServiceClient",
     "TensorData",
+    "TrainingConfig",
     "UserError",
     "get_tokenizer",
     "model_info",

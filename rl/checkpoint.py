@@ -6,6 +6,7 @@ A folder without a valid manifest is not a checkpoint. A name, once written, sta
     model/                  a plain Hugging Face folder: config.json, model.safetensors or a PEFT adapter, tokenizer
     optimizer.safetensors   AdamW's moments by parameter name (absent from sampler-only weights)
     state.json              what made the model, versions, the loop's state: readable
+    value_head.safetensors  of a policy or critic that has one
     rng.safetensors         torch's generator state of each rank
     manifest.json           size and checksum of each file, time of expiry
 """
@@ -13,6 +14,7 @@ A folder without a valid manifest is not a checkpoint. A name, once written, sta
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -31,11 +33,15 @@ class DamagedCheckpoint(UserError):
     """A folder that is no whole checkpoint: the message names the file and what is wrong with it."""
 
 
+class DiskFull(UserError):
+    """There is no room for a checkpoint: nothing of it is left behind, and those before it are as they were."""
+
+
 @contextlib.contextmanager
 def writing(folder: Path, *, expected_bytes: int = 0, ttl_seconds: float | None = None) -> Iterator[Path]:
     """Yields a folder to write into; when the block ends well it becomes `folder`, otherwise nothing is left behind.
 
-    Raises UserError before anything is written if `folder` exists or the disk has too little room.
+    Raises UserError before anything is written if `folder` exists, DiskFull if the disk has too little room or fills up.
     """
     folder = Path(folder)
     if folder.exists():
@@ -44,7 +50,7 @@ def writing(folder: Path, *, expected_bytes: int = 0, ttl_seconds: float | None 
     remove_expired(folder.parent)
     free = shutil.disk_usage(folder.parent).free
     if expected_bytes * 1.05 + 2**20 > free:
-        raise UserError(f"saving {folder} needs about {expected_bytes / 2**20:.0f} MiB, the disk has {free / 2**20:.0f} MiB free")
+        raise DiskFull(f"saving {folder} needs about {expected_bytes / 2**20:.0f} MiB, the disk has {free / 2**20:.0f} MiB free{_MAKE_ROOM}")
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -53,9 +59,20 @@ def writing(folder: Path, *, expected_bytes: int = 0, ttl_seconds: float | None 
         _write_manifest(aside, ttl_seconds)
         os.rename(aside, folder)
         _fsync(folder.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if is_disk_full(error):
+            raise DiskFull(f"the disk filled up while {folder} was written: {error}{_MAKE_ROOM}") from error
         raise
+
+
+_MAKE_ROOM = ". The checkpoints before it are whole: make room, and --resume goes on from the newest"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room or of quota. safetensors says so in words alone."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    return (isinstance(error, OSError) and error.errno in codes) or any(f"(os error {code})" in str(error) for code in codes)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -88,28 +105,41 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], float | None]:
+    """(size and checksum by file name, time of expiry). ValueError, KeyError, TypeError or AttributeError where it is damaged."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    expires = manifest["expires_at"]
+    return files, None if expires is None else float(expires)
+
+
 def verify(folder: Path) -> None:
-    """Raises DamagedCheckpoint unless every file of the manifest is there with its size and checksum."""
+    """Raises DamagedCheckpoint unless every file of the manifest is there with its size and checksum.
+
+    A learner saved beside another (`<checkpoint>/critic`) is whole if the checkpoint is.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise DamagedCheckpoint(f"no checkpoint at {folder}: the folder does not exist")
+    if (folder / "state.json").is_file() and not (folder / MANIFEST).is_file() and (folder.parent / MANIFEST).is_file():
+        folder = folder.parent
     path = folder / MANIFEST
     if not path.is_file():
         raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it is no checkpoint, or its writing was cut off")
     try:
-        manifest = json.loads(path.read_text())
-        files, expires = manifest["files"], manifest["expires_at"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+        manifest = _read_manifest(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read, it was changed or damaged: {type(error).__name__} {error}") from error
+    files, expires = manifest
     if expires is not None and expires < time.time():
         raise DamagedCheckpoint(f"{folder} was saved with ttl_seconds and has expired")
-    for name, expected in files.items():
+    for name, (size, checksum) in files.items():
         file = folder / name
         if not file.is_file():
             raise DamagedCheckpoint(f"{folder} lacks {name}")
-        if file.stat().st_size != expected["bytes"]:
-            raise DamagedCheckpoint(f"{file} has {file.stat().st_size} bytes, the manifest says {expected['bytes']}")
-        if _checksum(file) != expected["sha256"]:
+        if file.stat().st_size != size:
+            raise DamagedCheckpoint(f"{file} has {file.stat().st_size} bytes, the manifest says {size}")
+        if _checksum(file) != checksum:
             raise DamagedCheckpoint(f"{file} does not have the checksum of the manifest: it was changed or damaged")
 
 
@@ -143,7 +173,7 @@ def remove_expired(parent: Path) -> None:
     """Removes the checkpoints in `parent` that have outlived their ttl_seconds."""
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         if (path / MANIFEST).is_file():
-            with contextlib.suppress(json.JSONDecodeError, KeyError):
-                expires = json.loads((path / MANIFEST).read_text())["expires_at"]
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged one is not ours to remove
+                _, expires = _read_manifest(path)
                 if expires is not None and expires < time.time():
                     remove(path)

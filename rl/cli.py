@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rl import help_pages
-from rl.fields import Given, SettingsError, build, fields_of, flatten, nearest, show, unflatten
+from rl.fields import Given, SettingsError, build, fields_of, flatten, nearest, show, unflatten, words_of
 from rl.recipe import Recipe, RecipeStage, read_recipe
 
 HELP_WORDS = ("-h", "--help")
@@ -28,6 +28,11 @@ class MethodSpec(Protocol):
 
     @property
     def summary(self) -> str: ...
+
+    @property
+    def variants(self) -> Mapping[str, Mapping[str, Any]]:
+        """By the value of the setting `variant`, the flat settings that this stands for where they are not given."""
+        ...
 
 
 class RunOptions(Protocol):
@@ -195,6 +200,13 @@ def _elsewhere(methods: Mapping[str, MethodSpec]) -> dict[str, str]:
     return {key: ", ".join(names) for key, names in owners.items()}
 
 
+def _variant(method: MethodSpec, given: Given | None) -> dict[str, Given]:
+    """The settings that a named variant stands for, as if they were written where it is. An unknown name is found later."""
+    if given is None or len(given.words) != 1:
+        return {}
+    return {key: Given(words_of(value), given.place) for key, value in method.variants.get(given.words[0], {}).items()}
+
+
 def _stage_names(stages: Sequence[RecipeStage]) -> list[str]:
     """The given names, or the methods'; numbered where they would repeat."""
     wanted = [stage.name or str(stage.method) for stage in stages]
@@ -241,6 +253,7 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
         own = {key: value for key, value in stage.given.items() if key not in option_table}
         _check_keys(own, tables[method], method, problems)
         merged = {k: v for k, v in {**plan.shared, **own, **found}.items() if k in tables[method]}
+        merged = {**_variant(methods[method], merged.get("variant")), **merged}
         prefix = f"stage {name}: " if len(stages) > 1 else ""
         built.append(Stage(method, name, build(methods[method].settings, merged, problems, prefix)))
     if problems:

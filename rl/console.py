@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from rl.plots import HELD_OUT, LOSS, REWARD, TOKENS_PER_SECOND
+from rl.plots import HELD_OUT, HELD_OUT_PAIRS, LOSS, REWARD, TOKENS_PER_SECOND
 
 # What the bar shows: label, names of the metric (the first that occurs), format.
 _HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -151,7 +151,7 @@ class Console:
         done = step - self._first
         if self._quiet:
             return
-        held_out = metrics.get(HELD_OUT)
+        held_out = metrics.get(HELD_OUT, metrics.get(HELD_OUT_PAIRS))
         if self._bar is not None:
             times, text = self._times(done), headline(metrics)
             if self._rich.width < 100:  # leave room for the bar itself

@@ -10,31 +10,34 @@ from rl.types import Datum, ModelInput, TensorData, Trajectory
 
 
 class _Sequence:
-    """A growing sequence of tokens with, for each, the sampler's logprob and whether it was an action."""
+    """A growing sequence of tokens with, for each, the sampler's logprob, its advantage and whether it was an action."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.mask: list[float] = []
+        self.advantages: list[float] = []
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.mask += [0.0] * len(tokens)
+        self.advantages += [0.0] * len(tokens)
 
-    def act(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def act(self, tokens: Sequence[int], logprobs: Sequence[float], advantage: float) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [1.0] * len(tokens)
+        self.advantages += [advantage] * len(tokens)
 
-    def datum(self, advantage: float) -> Datum:
+    def datum(self) -> Datum:
         mask = np.asarray(self.mask[1:], dtype=np.float32)
         return Datum(
             model_input=ModelInput.from_ints(self.tokens[:-1]),
             loss_fn_inputs={
                 "target_tokens": TensorData(self.tokens[1:], "int64"),
                 "logprobs": TensorData(self.logprobs[1:], "float32"),
-                "advantages": TensorData(mask * np.float32(advantage), "float32"),
+                "advantages": TensorData(np.asarray(self.advantages[1:], dtype=np.float32), "float32"),
                 "mask": TensorData(mask, "float32"),
             },
         )
@@ -52,23 +55,24 @@ def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
     advantage = trajectory.advantage
     if not trajectory.transitions or advantage is None:
         raise ValueError("a trajectory without transitions, or one that was not credited (advantage is None), makes no datum")
+    advantages_N = trajectory.advantages_N or [advantage] * len(trajectory.transitions)
     datums: list[Datum] = []
     sequence = _Sequence()
-    for transition in trajectory.transitions:
+    for transition, own in zip(trajectory.transitions, advantages_N, strict=True):
         observation = transition.ob.to_ints()
         so_far = len(sequence.tokens)
         if so_far and observation[:so_far] == sequence.tokens:
             observation = observation[so_far:]
         elif so_far:
-            datums.append(sequence.datum(advantage))
+            datums.append(sequence.datum())
             sequence = _Sequence()
         sequence.observe(observation)
         action = transition.ac
         if action.logprobs is None or len(action.logprobs) != len(action.tokens):
             have = None if action.logprobs is None else len(action.logprobs)
             raise ValueError(f"an action of {len(action.tokens)} tokens needs as many logprobs, got {have}")
-        sequence.act(action.tokens, action.logprobs)
-    datums.append(sequence.datum(advantage))
+        sequence.act(action.tokens, action.logprobs, own)
+    datums.append(sequence.datum())
     return datums
 
 
@@ -123,7 +127,7 @@ def check_datum(
             raise ValueError(f"{where}: {name!r} has shape {data.shape}; it is one value a token{', or (N, K)' if soft else ''}")
         if len(data) != n:
             raise ValueError(_misaligned(where, name, len(data), n))
-        if data.dtype == "float32" and name in ("advantages", "weights") and not np.isfinite(data.array).all():
+        if data.dtype == "float32" and name in ("advantages", "weights", "returns") and not np.isfinite(data.array).all():
             raise ValueError(f"{where}: {name!r} holds NaN or infinity: {data.array[~np.isfinite(data.array)][:3].tolist()}")
     if soft_targets and "weights" in inputs and inputs["weights"].shape != inputs["target_tokens"].shape:
         raise ValueError(

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rl import distributed
+from rl import distributed, interrupts
+from rl.errors import RankLost
 from rl.sampler import Request
 from rl.worker import Worker, WorkerSettings
 
-CLOSE = "close"
+CLOSE, ALIVE = "close", "alive"
 
 
 def is_driver() -> bool:
@@ -29,37 +30,60 @@ def is_driver() -> bool:
 
 
 def serve(settings: WorkerSettings) -> None:
-    """Executes broadcast verbs on a rank other than 0 until the driver closes."""
+    """Executes broadcast verbs on a rank other than 0 until the driver closes. RankLost where the driver is gone."""
+    interrupts.leave_to_the_driver(settings.stop_grace_seconds)
     worker = Worker(settings)
     while True:
         verb, arguments = worker.objects.broadcast_verb(None)
         if verb == CLOSE:
             break
-        _execute(worker, verb, arguments)
+        if verb != ALIVE:
+            _execute(worker, verb, arguments)
     distributed.shutdown()
 
 
 def _execute(worker: Worker, verb: str, arguments: Sequence[Any]) -> Any:
     """Runs a verb on this rank and brings the ranks' parts together on rank 0, where it raises if any rank failed.
 
-    One gather carries result and error of every rank, so a rank that fails keeps nobody waiting.
+    One gather carries result and error of every rank, so a rank that fails keeps nobody waiting. Where a collective failed,
+    the ranks are out of step: RankLost, which names the rank that failed for another reason, if one did.
     """
     error: BaseException | None = None
     part = None
     try:
         part = getattr(worker, verb)(*arguments)
+    except RankLost:
+        raise
     except Exception as caught:  # reported to the driver, which raises it where the result is asked for
         error = caught
-    text = None if error is None or distributed.rank() == 0 else "".join(traceback.format_exception(error))
-    reports = worker.objects.gather((part, text))
+    report = None
+    if error is not None:
+        report = ("".join(traceback.format_exception(error)), distributed.is_communication_error(error))
+    try:
+        reports = worker.objects.gather((part, report))
+    except RankLost as lost:
+        raise RankLost(f"{verb}: {lost}") from error
     if reports is None:
         return None
+    failed = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
+    if any(out_of_step for _, out_of_step in failed.values()):
+        causes = {rank: text for rank, (text, out_of_step) in failed.items() if not out_of_step}
+        rank, text = next(iter(causes.items())) if causes else (min(failed), failed[min(failed)][0])
+        raise RankLost(f"{verb} failed on {worker.objects.name(rank)}, the ranks are out of step:\n{text}") from error
     if error is not None:
         raise error
-    for rank, (_, report) in enumerate(reports):
-        if report is not None:
-            raise RuntimeError(f"{verb} failed on rank {rank}:\n{report}")
+    for rank, (text, _) in failed.items():
+        raise RuntimeError(f"{verb} failed on {worker.objects.name(rank)}:\n{text}")
     return worker.merge(verb, [part for part, _ in reports])
+
+
+def _beat(worker: Worker, verb: str = ALIVE) -> RankLost | None:
+    """Lets the other ranks know that the driver lives (or closes). Returns the error if one of them does not."""
+    try:
+        worker.objects.broadcast_verb((verb, ()))
+    except RankLost as lost:
+        return lost
+    return None
 
 
 class Driver:
@@ -83,18 +107,27 @@ class Driver:
             started.set_exception(error)
             return
         started.set_result(str(worker.accelerator.device))
+        lost: RankLost | None = None
         while True:
-            verb, arguments, after, future = self._queue.get()
+            try:
+                verb, arguments, after, future = self._queue.get(timeout=worker.objects.beat_seconds)
+            except queue.Empty:
+                lost = lost or _beat(worker)
+                continue
             if verb == CLOSE:
-                worker.objects.broadcast_verb((CLOSE, ()))
-                distributed.shutdown()
+                if lost is None and not isinstance(_beat(worker, CLOSE), RankLost):
+                    distributed.shutdown()
                 future.set_result(None)
                 return
             try:
+                if lost is not None:
+                    raise lost
                 self._refuse_after_failure(worker, verb, arguments, after)
                 worker.objects.broadcast_verb((verb, arguments))
                 future.set_result(_execute(worker, verb, arguments))
             except BaseException as error:
+                if isinstance(error, RankLost):
+                    lost = error  # the others are out of step: whatever is asked for from now on fails alike
                 future.set_exception(error)
             del verb, arguments, after, future  # nothing of a finished verb is kept alive while waiting for the next
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -12,17 +13,23 @@ from collections.abc import Callable
 from rl.cli import Run
 
 TRACEBACK = "WHETSTONE_TRACEBACK"
+LOST = 1
 
 
 def main(run: Run) -> int:
-    """0: done. 2: something to set right. 75: stopped and saved, run again with --resume. 130: stopped by Ctrl-C."""
+    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: stopped by Ctrl-C."""
 
     def work() -> None:
+        if run.options.plan:
+            from rl.plan import show
+
+            show(run)
+            return
         from rl.run import execute
 
         execute(run)
 
-    return guarded(work, see="python train.py --help", outcome="the run stopped")
+    return guarded(work, see="python train.py --help", outcome="nothing was started" if run.options.plan else "the run stopped")
 
 
 def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
@@ -30,7 +37,7 @@ def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
     _quieten()
     _end_with_the_launcher()
     from rl import help_pages
-    from rl.errors import UserError
+    from rl.errors import RankLost, UserError
     from rl.interrupts import INTERRUPTED, Stopped
 
     try:
@@ -39,6 +46,15 @@ def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except RankLost as lost:
+        if os.environ.get(TRACEBACK):
+            raise
+        more = f"--resume goes on from the newest checkpoint; {TRACEBACK}=1 shows where this was raised"
+        help_pages.fail([str(lost)], see=more, outcome=outcome, code=LOST)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(TRACEBACK):
+            raise
+        help_pages.fail([f"the disk is full: {error}"], see="make room, then --resume goes on from the newest checkpoint", outcome=outcome)
     except ValueError as error:
         # Every ValueError of ours says what is wrong with which input; a library's may not, hence the way to its traceback.
         if os.environ.get(TRACEBACK):

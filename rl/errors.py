@@ -3,3 +3,7 @@
 
 class UserError(ValueError):
     """Something the user can set right: the message gives the value, what was expected, and the remedy."""
+
+
+class RankLost(RuntimeError):
+    """Another rank ended, hangs, or fell out of step: this run cannot go on. The message names the rank, its host and process."""

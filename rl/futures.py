@@ -59,6 +59,15 @@ class APIFuture(Generic[T]):
         return self.result_async().__await__()
 
 
+class SavedState(APIFuture[Any]):
+    """The future of a `save_state`, with the checkpoint's address at hand."""
+
+    @property
+    def artifact_id(self) -> str:
+        """The checkpoint's folder, once it is written: what `create_training_client(config, checkpoint_id=...)` takes."""
+        return str(self.result().path)
+
+
 class IsItsOwnFuture:
     """A client that may also be used as the future of itself: `create_x()`, `create_x().result()`, `await create_x()`.
 

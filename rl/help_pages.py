@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rl.cli import MethodSpec
 
 
-def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "nothing was started") -> NoReturn:
-    """One box on stderr with all `problems`, then exit code 2. `see`: the command that tells more. Only rank 0 prints."""
+def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "nothing was started", code: int = 2) -> NoReturn:
+    """One box on stderr with all `problems`, then exit code `code`. `see`: the command that tells more. Only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         from rich.console import Console, Group
         from rich.panel import Panel
@@ -30,7 +30,7 @@ def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "not
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         box = Panel(body, title=f"{count}: {outcome}", title_align="left", border_style="red")
         Console(file=sys.stderr, highlight=False).print(box)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def method(name: str, spec: MethodSpec, options: type, settings: Any = None, options_value: Any = None) -> None:

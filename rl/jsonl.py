@@ -24,6 +24,11 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name itself: what it replaces may be removed next
+    finally:
+        os.close(folder)
 
 
 def finite(value: Any) -> Any:

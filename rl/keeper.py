@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,25 @@ class Keeper:
         self.logbook = logbook
 
     def save(
-        self, policy: TrainingClient, step: int, stage: str, state: dict[str, Any], *, keep_last: int, last: bool = False
+        self,
+        policy: TrainingClient,
+        step: int,
+        stage: str,
+        state: dict[str, Any],
+        *,
+        keep_last: int,
+        last: bool = False,
+        beside: Mapping[str, TrainingClient] | None = None,
     ) -> Path:
-        """A resumable checkpoint at `step`; older ones of the run beyond `keep_last` are removed after it is whole."""
+        """A resumable checkpoint at `step`; older ones of the run beyond `keep_last` are removed after it is whole.
+
+        `beside`: other clients that learn in this stage, saved into it by their names.
+        """
         name = f"{stage}-final" if last else f"{stage}-{step:06d}"
         known = {row["name"]: row for row in self.logbook.checkpoints()}
         if name in known:  # asked to stop at a step that was saved anyway
-            return Path(known[name]["state_path"])
-        path = Path(policy.save_state(name, metadata=state).result().path)
+            return self._folder(known[name])
+        path = Path(policy.save_state(name, metadata=state, beside=beside).result().path)
         row = {"name": name, "kind": "final" if last else "last", "stage": stage, "batch": step}
         self.logbook.checkpoint({**row, "state_path": str(path), "sampler_path": str(path / "model")})
         self._prune("last", keep_last)
@@ -33,13 +46,14 @@ class Keeper:
             self._prune("best", 1, known_stage)
         return path
 
-    def best(self, policy: TrainingClient, step: int, stage: str, metric: str, value: float) -> None:
-        """Keeps these weights (for sampling alone) if `metric` is higher than ever before in this stage.
+    def best(self, policy: TrainingClient, step: int, stage: str, metric: str, value: float, *, mode: str = "max") -> None:
+        """Keeps these weights (for sampling alone) if `metric` is higher (mode "min": lower) than ever before in this stage.
 
         The best before stays until the next resumable checkpoint: a run resumed from before this step still has it.
         """
         rows = [r for r in self.logbook.checkpoints() if r.get("kind") == "best" and r["stage"] == stage]
-        if rows and rows[-1]["value"] >= value:
+        sign = -1 if mode == "min" else 1
+        if not math.isfinite(value) or (rows and sign * rows[-1]["value"] >= sign * value):
             return
         name = f"{stage}-best-{step:06d}"
         path = policy.save_weights_for_sampler(name).result().path
@@ -50,7 +64,11 @@ class Keeper:
         rows = [r for r in self.logbook.checkpoints() if r.get("kind") == kind and stage in (None, r["stage"])]
         for row in rows[:-keep]:
             self.logbook.forget_checkpoint(row["name"])
-            checkpoint.remove(Path(row["state_path"] or row["sampler_path"]))
+            checkpoint.remove(self._folder(row))
+
+    def _folder(self, row: dict[str, Any]) -> Path:
+        """By name below this run's folder, not by the path noted: that of a copied run is the original's."""
+        return self.logbook.folder / ("checkpoints" if row["state_path"] else "sampler_weights") / row["name"]
 
     @staticmethod
     def newest_whole(folder: Path, rows: list[dict[str, Any]], console: Console) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -5,6 +5,7 @@
     checkpoints.jsonl        one line a checkpoint: "name", "batch", "state_path", "sampler_path"
     rollouts/step_000010.*   what was sampled: .jsonl whole, .html to read
     curves.png               drawn at the end (and by plot.py at any time)
+    logs/                    of whatever started the processes (slurm/job.sh); never touched here
 
 `step` counts the optimizer steps done since the start of the run, over all its stages: 0 is before the first. Only rank 0
 makes a Logbook.
@@ -25,6 +26,7 @@ from rl.errors import UserError
 from rl.jsonl import METRICS, finite, json_line, read_rows, write_atomically
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
+LOGS = "logs"
 
 
 class Warner(Protocol):
@@ -40,7 +42,7 @@ class RunFolderError(UserError):
 # ----------------------------------------------------------------------------------------------------------- the folder
 
 
-def _holds_a_run(folder: Path) -> bool:
+def holds_a_run(folder: Path) -> bool:
     """Whether config.json is a run's. A model's folder has a config.json too, and must not be taken for ours."""
     path = folder / CONFIG
     if not path.is_file():
@@ -52,6 +54,11 @@ def _holds_a_run(folder: Path) -> bool:
     return isinstance(config, dict) and "stages" in config
 
 
+def _contents(folder: Path) -> list[Path]:
+    """What lies in `folder`, but for its logs and the start of a config.json that was never finished: a restarted job finds both."""
+    return [path for path in folder.iterdir() if path.name not in (LOGS, CONFIG + ".tmp")] if folder.is_dir() else []
+
+
 def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
     """Whether `claim` would succeed, without touching anything: asked before models and data are loaded.
 
@@ -61,13 +68,13 @@ def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) 
     if resume and overwrite:
         raise RunFolderError("--resume continues a run and --overwrite deletes it; give one of them")
     if resume:
-        if not _holds_a_run(folder):
+        if not holds_a_run(folder):
             raise RunFolderError(f"nothing to resume: {folder} holds no run ({CONFIG}); check --output-dir, or drop --resume")
         return
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder} is a file; give a folder as --output-dir")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not _holds_a_run(folder):
+    if _contents(folder):
+        if not holds_a_run(folder):
             raise RunFolderError(f"{folder} is not empty and holds no run ({CONFIG}); give another --output-dir")
         if not overwrite:
             raise RunFolderError(f"{folder} holds a run: --resume continues it, --overwrite deletes it; or change --output-dir")
@@ -85,8 +92,8 @@ def claim(folder: Path, config: Mapping[str, Any], *, resume: bool = False, over
     check_claim(folder, resume=resume, overwrite=overwrite)
     if resume:
         return saved_config(folder)
-    if folder.is_dir() and any(folder.iterdir()):
-        shutil.rmtree(folder)
+    for path in _contents(folder):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / CONFIG, json.dumps(finite(config), indent=2, allow_nan=False) + "\n")
     return None
@@ -145,6 +152,10 @@ class Logbook:
         self._metrics.flush()
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in metrics.items() if value is not None}, step=step)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics so far, oldest first."""
+        return read_rows(self.folder / METRICS)
 
     def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write what was sampled at `step`: every row as JSON, and a page to read (keys: see `rl.html.page`)."""

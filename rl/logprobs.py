@@ -1,5 +1,7 @@
 """Token logprobs inside the model's own forward: the output head returns logprobs of given targets, never the logits.
 
+A model with a value head computes its values there too, from the hidden states that the output head is given.
+
 The head is swapped only while a call runs, and the call goes through the outermost module, so the hooks of DDP,
 DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists nowhere else).
 """
@@ -7,7 +9,7 @@ DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists nowhe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models import inner_model
+from rl.models import inner_model, value_head_of
 
 
 @dataclass
 class HeadRequest:
-    """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for all of them."""
+    """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for all of them.
+
+    logprobs: False leaves the vocabulary alone and gives zeros (who wants values only).
+    """
 
     targets: Tensor
     token_index: Tensor | None
     temperature: float
     entropy: bool
+    logprobs: bool = True
 
 
 def plain_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -59,6 +65,26 @@ def _lora_parts(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor,
     return base.weight, base.bias, parts.lora_A[name].weight, parts.lora_B[name].weight, parts.scaling[name]
 
 
+def _chosen(states: Tensor, request: HeadRequest) -> Tensor:
+    """The requested positions of [..., D], as [T, D]."""
+    flat = states.reshape(-1, states.shape[-1])
+    return flat if request.token_index is None else flat[request.token_index]
+
+
+@contextlib.contextmanager
+def _forward_of(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """`module` with another forward inside; its hooks stay."""
+    original = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if original is None:
+            del module.forward
+        else:
+            module.forward = original
+
+
 class LogprobHead:
     """Makes `model(...)` return logprobs and entropies for a request instead of logits.
 
@@ -73,40 +99,73 @@ class LogprobHead:
         config = self.inner.config.get_text_config()
         self.softcap = config.to_dict().get("final_logit_softcapping")
         self._config = config
+        self.value_head = value_head_of(model)
         self.fused = fused and self._agrees()
 
-    def __call__(self, wrapped: nn.Module, request: HeadRequest, **model_inputs: Any) -> tuple[Tensor, Tensor]:
-        """(logp [T] or [T, K], entropy [T]), both fp32. `wrapped`: the outermost module around this head's model."""
-        if not self.fused:
-            logits = wrapped(**model_inputs, use_cache=False).logits
-            flat = logits.reshape(-1, logits.shape[-1])
-            flat = flat if request.token_index is None else flat[request.token_index]
-            return plain_logprobs(flat, request.targets, request.temperature, request.entropy)
-        with self._swapped(request):
-            out = wrapped(**model_inputs, use_cache=False).logits
-        return (out[:, 0] if request.targets.ndim == 1 else out[:, :-1]), out[:, -1]
+    @classmethod
+    def untried(cls, model: nn.Module, *, fused: bool = True) -> LogprobHead:
+        """Without trying the fused head on the model's weights, for models that have none: it is used where it fits the head."""
+        head = cls(model, fused=False)
+        layer = head.inner.get_output_embeddings()
+        head.fused = fused and (isinstance(layer, nn.Linear) or _lora_parts(layer) is not None)
+        return head
+
+    def __call__(
+        self, wrapped: nn.Module, request: HeadRequest, **model_inputs: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(logp [T] or [T, K], entropy [T], values [T] where there is a value head), all fp32.
+
+        `wrapped`: the outermost module around this head's model.
+        """
+        values: list[Tensor] = []
+        if not self.fused and request.logprobs:
+            with self._values_beside(request, values):
+                logits = wrapped(**model_inputs, use_cache=False).logits
+            chosen = _chosen(logits, request)
+            logp, entropy = plain_logprobs(chosen, request.targets, request.temperature, request.entropy)
+        else:
+            with self._swapped(request, values):
+                out = wrapped(**model_inputs, use_cache=False).logits
+            logp, entropy = (out[:, 0] if request.targets.ndim == 1 else out[:, :-1]), out[:, -1]
+        return logp, entropy, (values[0] if values else None)
 
     @contextlib.contextmanager
-    def _swapped(self, request: HeadRequest) -> Iterator[None]:
+    def _swapped(self, request: HeadRequest, values: list[Tensor]) -> Iterator[None]:
         head = self.inner.get_output_embeddings()
-        original = head.__dict__.get("forward")
-        head.forward = lambda hidden: self._head_forward(head, hidden, request)
         if self.softcap is not None:
             self._config.final_logit_softcapping = None  # applied inside the head instead
         try:
-            yield
+            with _forward_of(head, lambda hidden: self._head_forward(head, hidden, request, values)):
+                yield
         finally:
-            if original is None:
-                del head.forward
-            else:
-                head.forward = original
             if self.softcap is not None:
                 self._config.final_logit_softcapping = self.softcap
 
-    def _head_forward(self, head: Any, hidden: Tensor, request: HeadRequest) -> Tensor:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        if request.token_index is not None:
-            flat = flat[request.token_index]
+    @contextlib.contextmanager
+    def _values_beside(self, request: HeadRequest, values: list[Tensor]) -> Iterator[None]:
+        """The output head as it is, but values are taken on the way."""
+        if self.value_head is None:
+            yield
+            return
+        value_head, head = self.value_head, self.inner.get_output_embeddings()
+        original = head.forward
+
+        def forward(hidden: Tensor) -> Tensor:
+            values.append(value_head(_chosen(hidden, request)))
+            return original(hidden)
+
+        with _forward_of(head, forward):
+            yield
+
+    def _head_forward(self, head: Any, hidden: Tensor, request: HeadRequest, values: list[Tensor]) -> Tensor:
+        flat = _chosen(hidden, request)
+        if self.value_head is not None:
+            values.append(self.value_head(flat))
+        if not request.logprobs:
+            columns = 1 if request.targets.ndim == 1 else request.targets.shape[1]
+            zeros = flat.new_zeros(len(flat), columns + 1, dtype=torch.float32)
+            # zeros that hang on the values: ZeRO-3 gathers a layer for the backward only if the model's output is part of it
+            return zeros + 0.0 * values[0][:, None] if values else zeros
         lora = _lora_parts(head)
         if lora is not None:
             # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size
@@ -146,6 +205,6 @@ class LogprobHead:
         request = HeadRequest((ids[0] + 1) % vocabulary, None, 1.0, False)
         logits = self.model(input_ids=ids, use_cache=False).logits[0]
         expected, _ = plain_logprobs(logits, request.targets, 1.0, False)
-        with self._swapped(request):
+        with self._swapped(request, []):
             got = self.model(input_ids=ids, use_cache=False).logits[:, 0]
         return bool((got - expected).abs().max() < (1e-3 if logits.dtype == torch.float32 else 0.1))

@@ -2,14 +2,16 @@
 
 logp_T      the learner's logprob of each target, fp32 [T] ([T, K] for soft targets), attached to the graph
 entropy_T   the learner's entropy at each position, fp32 [T]
-inputs      the datums' fields, one value a token: {"advantages": [T], "logprobs": [T], ...}
+inputs      the datums' fields, one value a token: {"advantages": [T], "logprobs": [T], ...}; of a learner with a value head
+            also "values" [T], attached to the graph
 cu_seqlens  int64 [D + 1], where each datum begins; T is the sum over datums
-config      numbers from `loss_fn_config`
+config      from `loss_fn_config`
 
 Every loss is a SUM over tokens and datums (as Tinker's are); who wants a mean passes a divisor to `forward_backward`.
 Metrics are sums too (":sum"), so that they add over micro-batches and ranks. With lp = learner logprob,
 q = sampler logprob, r = exp(lp - q), A = advantage, w = weight. Thresholds are absolute ratios (0.8, 1.2).
 Masked positions are selected away, never multiplied by zero: a NaN there changes nothing.
+What is added to a policy-gradient loss (entropy, KL to a reference, value loss) stands in rl.loss_terms.
 """
 
 from __future__ import annotations
@@ -21,14 +23,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-Inputs = Mapping[str, Tensor]
-Config = Mapping[str, float]
-Metrics = dict[str, Tensor]
+from rl import pair_losses, q_losses
+from rl.loss_terms import (
+    MASKS,
+    TERM_CONFIG,
+    TERM_FIELDS,
+    Config,
+    Inputs,
+    Metrics,
+    actions,
+    add_value_loss,
+    needed_fields,
+    switched_on,
+    terms,
+)
+from rl.loss_terms import where as _where
+
 LossFn = Callable[[Tensor, Tensor, Inputs, Tensor, Config], tuple[Tensor, Metrics]]
-
-
-def _where(mask: Tensor, value: Tensor) -> Tensor:
-    return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
 
 
 def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
@@ -95,6 +106,53 @@ def cispo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor,
     return loss, _clip_metrics(ratio_T, low, high, active_T)
 
 
+def dro(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
+    """-sum [lp A - beta/2 (lp - q)^2] over actions (DRO, arXiv 2405.19107): no ratio, a quadratic pull to the behaviour.
+
+    The pull acts on every action, whatever its advantage; hence the mask.
+    """
+    active_T = actions(inputs)
+    gap_T = _log_ratio(logp_T, inputs, active_T)
+    advantages_T = _where(active_T, inputs["advantages"])
+    loss = (0.5 * config.get("beta", 0.05) * gap_T * gap_T - _where(active_T, logp_T) * advantages_T).sum()
+    return loss, {"active_tokens:sum": active_T.sum()}
+
+
+def gspo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
+    """`ppo` with one ratio a sequence, s = exp(mean over its actions of lp - q), as s_t = sg(s) p / sg(p).
+
+    GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean, not the sum: exp(sum) would clip long sequences by noise alone.
+    """
+    active_T = actions(inputs)
+    advantages_T = _where(active_T, inputs["advantages"])
+    gap_T = _log_ratio(logp_T, inputs, active_T).detach()
+    owner_T = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1, device=gap_T.device), cu_seqlens.diff())
+    zeros_D = gap_T.new_zeros(len(cu_seqlens) - 1)
+    count_D = zeros_D.index_add(0, owner_T, active_T.to(gap_T.dtype)).clamp(min=1.0)
+    mean_T = (zeros_D.index_add(0, owner_T, gap_T) / count_D)[owner_T]
+    live_T = _where(active_T, logp_T)
+    ratio_T = mean_T.exp() * (live_T - live_T.detach()).exp()
+    low, high = _clip_bounds(inputs, config)
+    objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
+    return -objective_T.sum(), _clip_metrics(ratio_T, low, high, active_T)
+
+
+def value(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
+    """sum (V - R)^2 / 2 over actions, for a critic of its own; `value_clip` holds V within that of `values_old`."""
+    return add_value_loss(inputs, config)
+
+
+def custom(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
+    """The loss whose gradient is -`weights` by logprobs and -`value_weights` by values: a user's loss, seen from the learner."""
+    total = _where(torch.zeros((), dtype=torch.bool, device=logp_T.device), logp_T).sum()
+    if "weights" in inputs:
+        total = cross_entropy(logp_T, entropy_T, inputs, cu_seqlens, config)[0]
+    if "value_weights" in inputs:
+        weights_T = inputs["value_weights"]
+        total = total - (_where(weights_T != 0, inputs["values"]) * weights_T).sum()
+    return total, {}
+
+
 def one_pass(
     kind: str, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
@@ -111,20 +169,30 @@ def one_pass(
         inputs.get("logprobs", logp_T.detach()),
         advantages_T,
         kind=kind,
-        mask_T=advantages_T != 0,
+        mask_T=actions(inputs) if kind in ("dro", "gspo") else advantages_T != 0,
         cu_seqlens=cu_seqlens,
         clip_low=low,
         clip_high=high,
+        beta=config.get("beta", 0.05),
     )
     metrics = {"active_tokens:sum": sums["tokens"]}
-    if kind != "importance_sampling":
+    if kind not in ("importance_sampling", "dro"):
         metrics |= {"clipped_low:sum": sums["clipped_low"], "clipped_high:sum": sums["clipped_high"]}
     return value, metrics
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss with the datum fields it needs and may have, and the keys of its config. `fused`: its form for a GPU."""
+    """A loss with the datum fields it needs and may have, and the keys of its config.
+
+    fused        its form for a GPU
+    as_sampled   scored at the temperature last sampled with, unless one is given
+    terms        may carry the terms of rl.loss_terms: their fields and config keys are known to it as well
+    masked       needs to know which tokens are actions
+    values       reads the learner's values, so it needs a value head
+    logprobs     False: it reads nothing of the vocabulary, so that is not computed
+    group        so many consecutive datums belong together (2: pairs) and are never torn apart
+    """
 
     fn: LossFn
     required: tuple[str, ...]
@@ -132,24 +200,91 @@ class LossSpec:
     config: tuple[str, ...] = ()
     soft_targets: bool = False
     fused: LossFn | None = None
-    as_sampled: bool = False  # scored at the temperature last sampled with, unless one is given
+    as_sampled: bool = False
+    terms: bool = False
+    masked: bool = False
+    values: bool = False
+    logprobs: bool = True
+    group: int = 1
 
     def on(self, device: torch.device, *, fused: bool) -> LossFn:
         """The function to call there: one kernel on a GPU where there is one, the plain formula elsewhere."""
         return self.fused if fused and self.fused is not None and device.type == "cuda" else self.fn
 
+    def compute(
+        self, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config, *, fused: bool = False
+    ) -> tuple[Tensor, Metrics]:
+        """The loss and the terms that `config` adds to it, summed; metrics of both."""
+        total, metrics = self.on(logp_T.device, fused=fused)(logp_T, entropy_T, inputs, cu_seqlens, config)
+        if self.terms and switched_on(config):
+            added, watched = terms(logp_T, entropy_T, inputs, config)
+            total, metrics = total + added, {**metrics, "policy_loss:sum": total.detach(), **watched}
+        return total, metrics
+
+    @property
+    def known_fields(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional, *(TERM_FIELDS if self.terms else ()))
+
+    @property
+    def known_config(self) -> tuple[str, ...]:
+        return (*self.config, "temperature", *(TERM_CONFIG if self.terms else ()))
+
+    def needs_entropy(self, config: Config) -> bool:
+        return self.terms and bool(config.get("entropy_coef", 0.0))
+
+    def needs_values(self, config: Config) -> bool:
+        return self.values or (self.terms and bool(config.get("value_coef", 0.0)))
+
+    def check_terms(self, index: int, fields: Mapping[str, object], config: Config) -> None:
+        """Raises ValueError, naming datum `index`, where what `config` switches on lacks a field, and says how to give it."""
+        asked = switched_on(config) if self.terms else []
+        if (self.masked or asked) and not any(name in fields for name in MASKS):
+            raise ValueError(
+                f"datum {index} lacks loss_fn_inputs['mask'], which {' and '.join(asked) or 'this loss'} needs to know the actions: "
+                "1.0 at each target the policy drew, 0.0 elsewhere, e.g. [0.0] * (prompt length - 1) + [1.0] * response length"
+            )
+        needed = needed_fields(config) if self.terms else {"values_old": "value_clip"} if "value_clip" in config else {}
+        for name, setting in needed.items():
+            if name not in fields:
+                raise ValueError(f"datum {index} lacks loss_fn_inputs[{name!r}], which {setting} needs (it has {sorted(fields)})")
+
 
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 _RL = ("target_tokens", "advantages")
+_PAIR = ("target_tokens", "mask"), ("ref_logprobs",)  # fields a loss on pairs needs, and may have
+
+
+def _policy_gradient(name: str, fn: LossFn, fields: tuple[str, ...] = (), config: tuple[str, ...] = (), masked: bool = False) -> LossSpec:
+    required = _RL if name == "importance_sampling" else (*_RL, "logprobs")
+    optional = tuple(f for f in ("logprobs", *fields) if f not in required)
+    fused = partial(one_pass, name)
+    return LossSpec(fn, required, optional, config, fused=fused, as_sampled=True, terms=True, masked=masked)
+
+
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("target_tokens",), ("weights",), soft_targets=True),
-    "importance_sampling": LossSpec(
-        importance_sampling, _RL, ("logprobs", "mask"), fused=partial(one_pass, "importance_sampling"), as_sampled=True
+    "importance_sampling": _policy_gradient("importance_sampling", importance_sampling),
+    "ppo": _policy_gradient("ppo", ppo, _CLIP, _CLIP),
+    "cispo": _policy_gradient("cispo", cispo, _CLIP, _CLIP),
+    "dro": _policy_gradient("dro", dro, (), ("beta",), masked=True),
+    "gspo": _policy_gradient("gspo", gspo, _CLIP, _CLIP, masked=True),
+    "value": LossSpec(
+        value, ("target_tokens", "returns"), (*MASKS, "values_old", "advantages", "logprobs", "ref_logprobs"), ("value_clip",),
+        masked=True, values=True, logprobs=False,
     ),
-    "ppo": LossSpec(ppo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=partial(one_pass, "ppo"), as_sampled=True),
-    "cispo": LossSpec(cispo, (*_RL, "logprobs"), ("mask", *_CLIP), _CLIP, fused=partial(one_pass, "cispo"), as_sampled=True),
-}
-CUSTOM = replace(LOSSES["cross_entropy"], as_sampled=True)  # what forward_backward_custom runs
+    "dpo": LossSpec(pair_losses.dpo, *_PAIR, ("beta", "label_smoothing", "length_normalise"), group=2),
+    "ipo": LossSpec(pair_losses.ipo, *_PAIR, ("beta", "length_normalise"), group=2),
+    "bradley_terry": LossSpec(
+        pair_losses.bradley_terry, ("target_tokens", "mask"), (), ("centre_coef",), group=2, values=True, logprobs=False
+    ),
+    "ilql": LossSpec(
+        q_losses.ilql, ("target_tokens", "mask", "advantages", "returns"), ("logprobs",),
+        ("tau", "cql_coef", "value_coef", "expectile"), masked=True, values=True,
+    ),
+}  # fmt: skip
+# what forward_backward_custom runs
+CUSTOM = LossSpec(custom, ("target_tokens",), ("weights", "value_weights"), soft_targets=True, as_sampled=True)
+VALUES = replace(CUSTOM, logprobs=False)  # the same of values alone
 
 
 def get_loss(name: str) -> LossSpec:

@@ -5,7 +5,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from rl.types import TrajectoryGroup
+import numpy as np
+
+from rl.types import Datum, Trajectory, TrajectoryGroup
+
+
+def sampled_metrics(groups: Sequence[TrajectoryGroup], name: str = "env/all") -> dict[str, float]:
+    """Of training samples: how many groups there are, and the share of distinct beginnings (50 characters) among answers."""
+    beginnings = [_beginning(trajectory) for group in groups for trajectory in group.trajectories_G]
+    return {f"{name}/total_groups": len(groups), f"{name}/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings))}
+
+
+def credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[Datum]) -> float:
+    """The share of the sampled tokens of `groups` that `datums` train on with an advantage other than 0."""
+    sampled = sum(len(turn.ac.tokens) for group in groups for trajectory in group.trajectories_G for turn in trajectory.transitions)
+    credited = sum(np.count_nonzero(d.loss_fn_inputs["advantages"].array) for d in datums if "advantages" in d.loss_fn_inputs)
+    return credited / max(1, sampled)
+
+
+def _beginning(trajectory: Trajectory) -> str | tuple[int, ...]:
+    """The first 50 characters of the first answer; tokens where the environment keeps no text."""
+    turn = trajectory.transitions[0]
+    text = turn.logs.get("response")
+    return text[:50] if isinstance(text, str) else tuple(turn.ac.tokens[:50])
 
 
 def mean(values: Iterable[float]) -> float:
@@ -72,3 +94,15 @@ def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, fl
         f"{name}/by_group/frac_all_good": mean(good),
         f"{name}/by_group/frac_all_bad": mean(bad),
     }
+
+
+def calibration_error(probabilities: Sequence[float], right: Sequence[float], bins: int = 10) -> float:
+    """Expected calibration error of binary choices (Guo et al., arXiv 1706.04599, equation 3).
+
+    probabilities: what was given to the side that was chosen, 0.5 to 1. right: 1 where that side was the better one, 0 where not
+    (0.5: half). Over `bins` equal bins of 0.5 to 1: sum of (share of all) |mean right - mean probability|.
+    """
+    p, r = np.asarray(probabilities, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    which = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)
+    total = sum(abs(float((r - p)[which == b].sum())) for b in range(bins))
+    return total / max(1, len(p))

@@ -23,6 +23,8 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     # 0.43M parameters: two-digit addition, the default recipe.
     "addition": Preset(128, 2, 4, 4, 384, "0123456789+="),
+    # 0.24M: a student for it.
+    "addition-small": Preset(96, 2, 4, 4, 288, "0123456789+="),
     # The same body over printable ASCII, for one's own character-level tasks.
     "ascii": Preset(128, 2, 4, 4, 384, "\n" + "".join(chr(c) for c in range(32, 127)), 1024),
     # A small body for a real tokenizer (--tokenizer): to try a recipe of a real data set on a CPU.

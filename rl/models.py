@@ -68,6 +68,25 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0, 
     return LoadedModel(_prepared(model), found, base_model, eos_token_ids(model, found))
 
 
+def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedModel:
+    """`load_model` without reading weights: of a folder or hub name the config alone. Call it under torch.device("meta").
+
+    Raises UserError as `load_model` does.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if base_model.startswith("tiny:"):
+        return _build_tiny(base_model, tokenizer, 0, torch.float32)
+    folder = Path(base_model).expanduser()
+    if not folder.is_dir() and (base_model.startswith((".", "/", "~")) or base_model.count("/") > 1):
+        raise UserError(f"no model folder at {folder}: give an existing folder, a hub name (owner/model) or tiny:<preset>")
+    try:
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else base_model)
+    except OSError as error:
+        raise UserError(f"cannot read the config of the model {base_model!r}: {error}") from error
+    return LoadedModel(_prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32)), None, base_model, ())
+
+
 def _attention() -> dict[str, str]:
     """Flash attention on a CUDA device where the package flash_attn is installed; else what transformers takes by itself."""
     from transformers.utils import is_flash_attn_2_available
@@ -270,3 +289,40 @@ def is_lora(model: Any) -> bool:
     from peft import PeftModel
 
     return isinstance(model, PeftModel)
+
+
+class ValueHead(nn.Linear):
+    """A scalar for each position, from the hidden state that the output head reads. Computed in fp32, whatever is around it.
+
+    All zeros at first: every value is 0, and the first gradient moves the head alone, not yet the trunk.
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            return nn.functional.linear(hidden_TD.float(), self.weight.float(), self.bias.float())[:, 0]
+
+
+VALUE_HEAD = "value_head"  # the child of the transformers model that holds it; so its parameters' names contain "value_head."
+
+
+def add_value_head(loaded: LoadedModel) -> LoadedModel:
+    """The same model with a value head, trained in full even where everything else is under a LoRA adapter."""
+    inner = inner_model(loaded.model)
+    head = inner.get_output_embeddings()
+    if head is None:
+        raise UserError(f"{loaded.name} has no output head, so it is not known what a value head should read")
+    inner.add_module(VALUE_HEAD, ValueHead(head.weight.shape[1]))
+    return loaded
+
+
+def value_head_of(model: Any) -> ValueHead | None:
+    return dict(inner_model(model).named_children()).get(VALUE_HEAD)
+
+
+def is_value_head(parameter_name: str) -> bool:
+    return f".{VALUE_HEAD}." in f".{parameter_name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl.seeds import derive_seed
 from rl.stage import Stage
 
 
@@ -10,9 +11,9 @@ def train_offline(stage: Stage) -> None:
     sampler = stage.start()
     for batch in stage.batches():
         rows = stage.problems.batch(batch, stage.loop.batch_size, stage.seed)
-        datums = stage.method.datums(rows, stage.renderer)
+        datums = stage.method.datums(rows, stage.renderer, stage.models, derive_seed(stage.seed, "datums", batch))
         metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
-        if stage.samples_at(batch):
+        if stage.samples_at(batch) and stage.samples_held_out:
             sampler = stage.next_sampler(sampler)
         stage.end_batch(batch, metrics, sampler)
     stage.end()

@@ -72,6 +72,23 @@ def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[
     return found
 
 
+def blocks(datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1) -> list[list[list[int]]]:
+    """Units in blocks that stay together in one micro-batch on one rank: `group` consecutive datums each (a pair, say)."""
+    if group == 1:
+        return [[unit] for unit in units(datums, layout, token_budget)]
+    found = []
+    for first in range(0, len(datums), group):
+        own = units(datums[first : first + group], layout, token_budget)
+        found.append([[first + i for i in unit] for unit in own])
+    return found
+
+
+def block_cost(datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str) -> int:
+    """Positions that a block takes: its units end to end when packed, else as many rows, each as long as the longest."""
+    costs = [unit_cost(datums, unit) for unit in block]
+    return sum(costs) if layout == "packed" else len(costs) * max(costs)
+
+
 def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) -> str:
     """"padded" or "shared", whichever costs less arithmetic.
 

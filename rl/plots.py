@@ -18,6 +18,7 @@ LOSS = ("optim/loss",)
 REWARD = ("reward/total", "env/all/reward/total")
 TOKENS_PER_SECOND = ("time/tokens_per_second",)
 HELD_OUT = "test/env/all/correct"
+HELD_OUT_PAIRS = "test/rewards/accuracies"  # of preferences
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Panel:
 
 
 PANELS = (
-    Panel("held-out accuracy", (HELD_OUT,), share=True, smooth=False),
+    Panel("held-out accuracy", (HELD_OUT, HELD_OUT_PAIRS), share=True, smooth=False),
     Panel("reward", REWARD),
-    Panel("loss, supervised (nats a token)", LOSS, unless=REWARD),  # a policy-gradient loss is no measure of anything
+    Panel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),  # a policy-gradient loss is no measure of anything
+    Panel("reward margin, chosen to rejected", ("rewards/margins",)),
     Panel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
     Panel("entropy (nats a token)", ("optim/entropy",)),
     Panel("gradient norm, before clipping", ("optim/grad_norm",), log=True),

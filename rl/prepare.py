@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl import checkpoint
 from rl.cli import Stage as StagePlan
+from rl.curriculum import Curriculum
 from rl.data import load_problems
-from rl.data.problem_set import ProblemSet
+from rl.data.problem_set import ProblemSet, joined
 from rl.errors import UserError
+from rl.comparison import ComparisonModel
+from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.learner import LearnerSettings
 from rl.methods import METHODS
 from rl.renderers import Renderer, get_renderer
-from rl.rewards import Scorer
+from rl.reopen import open_weights
+from rl.rewards import Reward, Scorer, resolve_reward
 from rl.sampling_client import SamplingClient
+from rl.scoring import BaseScorer, FrozenScorer, TokenScorer, check_vocabulary
 from rl.seeds import derive_seed
 from rl.service import ServiceClient
-from rl.settings import DataSettings, ModelSettings
+from rl.settings import DataSettings, LearnedRewardSettings, ModelSettings, PreferenceDataSettings
 from rl.training_client import TrainingClient
 from rl.types import Problem
 from rl.worker import SamplerSettings, WorkerSettings
@@ -27,12 +32,13 @@ from rl.worker import SamplerSettings, WorkerSettings
 
 @dataclass
 class Prepared:
-    """A stage's data and reward, loaded."""
+    """A stage's data and reward, loaded. `scorer`: None where answers are not scored. `curriculum`: of `problems`, if there is one."""
 
     plan: StagePlan
     problems: ProblemSet
     test_problems: ProblemSet | None
-    scorer: Scorer
+    scorer: Scorer | None
+    curriculum: Curriculum | None = None
 
 
 def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
@@ -55,12 +61,27 @@ def prepare(plan: StagePlan) -> Prepared:
     """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is wrong."""
     data = plan.settings.data
     problems, test_problems = _problems(data, plan.settings.loop.eval_every > 0)
-    scorer = Scorer(data.reward, timeout=data.reward_timeout, workers=data.reward_workers)
-    return Prepared(plan, problems, test_problems, scorer)
+    curriculum = None if data.curriculum == "off" else Curriculum(problems, data)
+    scorer = None
+    reward = reward_of(data)
+    if reward is not None:
+        scorer = Scorer(reward, timeout=data.reward_timeout, workers=data.reward_workers)
+    elif METHODS[plan.method].needs_reward and not plan.settings.learned.named:
+        raise UserError(f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, module:function, ...)")
+    return Prepared(plan, problems, test_problems, scorer, curriculum)
+
+
+def reward_of(data: DataSettings) -> str | Reward | None:
+    """What scores answers: one reward, or the weighted sum of several."""
+    return resolve_reward("composite", weights=dict(data.rewards)) if data.rewards else data.reward
 
 
 def _columns(data: DataSettings) -> dict[str, Any]:
+    pair = {}
+    if isinstance(data, PreferenceDataSettings):
+        pair = {"chosen_column": data.chosen_column, "rejected_column": data.rejected_column}
     return {
+        **pair,
         "format": data.data_format,
         "config": data.dataset_config,
         "prompt_column": data.prompt_column,
@@ -72,6 +93,19 @@ def _columns(data: DataSettings) -> dict[str, Any]:
 
 
 def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
+    """Training and held-out problems of all data sets."""
+    parts = [_of_one(source, held_out and (i == 0 or data.eval_dataset is None)) for i, source in enumerate(_sources(data))]
+    tests = [test for _, test in parts if test is not None]
+    return joined([train for train, _ in parts]), joined(tests) if tests else None
+
+
+def _sources(data: DataSettings) -> list[DataSettings]:
+    """The settings of each data set alone."""
+    own = [replace(data, more_datasets=())]
+    return own + [replace(data, dataset=source, eval_dataset=None, more_datasets=()) for source in data.more_datasets]
+
+
+def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     train = load_problems(data.dataset, split="train", limit=data.train_limit, **_columns(data))
     if not held_out:
         return train, None
@@ -82,7 +116,7 @@ def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSe
 
 def held_out_problems(data: DataSettings) -> ProblemSet | None:
     """The problems that evaluation asks; None for a file too short to hold any out."""
-    if data.eval_dataset is None and Path(data.dataset).is_file():
+    if data.more_datasets or (data.eval_dataset is None and Path(data.dataset).is_file()):
         return _problems(data, True)[1]
     return load_problems(data.eval_dataset or data.dataset, split="test", limit=data.eval_limit, **_columns(data))
 
@@ -99,16 +133,29 @@ def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet 
 def names_its_model(stages: Sequence[StagePlan], index: int) -> bool:
     """Whether a stage begins from a base model of its own: the first, and one that names another than those before it.
 
-    A model named for all stages (at a recipe's top level, on the line) is the one that the first begins from.
+    A model named for all stages (at a recipe's top level, on the line) is the one that the first begins from. The name of an
+    earlier stage is no base model: see `begins_after`.
     """
-    default = ModelSettings().base_model
+    default, earlier = ModelSettings().base_model, [stage.name for stage in stages[:index]]
     *before, asked = [stage.settings.model.base_model for stage in stages[: index + 1]]
-    named = [base for base in before if base != default]
-    return not before or asked not in (default, *named[-1:])
+    named = [base for base in before if base != default and base not in earlier]
+    return not before or asked not in (default, *named[-1:], *earlier)
+
+
+def begins_after(stages: Sequence[StagePlan], index: int) -> int | None:
+    """The stage whose final weights a stage begins from: the one it names as its base_model, else the one before.
+
+    None where it begins from a base model.
+    """
+    earlier = [stage.name for stage in stages[:index]]
+    asked = stages[index].settings.model.base_model
+    if asked in earlier:
+        return earlier.index(asked)
+    return None if names_its_model(stages, index) else index - 1
 
 
 def make_policy(
-    service: ServiceClient, model: ModelSettings, previous: str | None, resume_from: str | None, seed: int
+    service: ServiceClient, model: ModelSettings, previous: str | None, resume_from: str | None, seed: int, *, value_head: bool = False
 ) -> TrainingClient:
     """The learner of a stage: resumed, from `previous` (the final checkpoint of the stage before), or from its base model."""
     if resume_from is not None:
@@ -118,10 +165,10 @@ def make_policy(
         base = str(Path(previous) / "model")
         if (Path(base) / "adapter_config.json").is_file():
             _check_adapter(previous, model)
-            return service.create_training_client_from_state(previous)  # an adapter: go on with it
+            return service.create_training_client_from_state(previous, value_head=value_head)  # an adapter: go on with it
     weights_seed = derive_seed(seed, "weights") % 2**31
     if model.lora_rank == 0:
-        return service.create_full_training_client(base, tokenizer=model.tokenizer, seed=weights_seed)
+        return service.create_full_training_client(base, tokenizer=model.tokenizer, seed=weights_seed, value_head=value_head)
     return service.create_lora_training_client(
         base,
         rank=model.lora_rank,
@@ -132,6 +179,7 @@ def make_policy(
         alpha=model.lora_alpha,
         tokenizer=model.tokenizer,
         model_seed=weights_seed,
+        value_head=value_head,
     )
 
 
@@ -148,6 +196,76 @@ def _check_adapter(previous: str, model: ModelSettings) -> None:
         )
 
 
+class StageHosts:
+    """See rl.methods.base.Hosts. `previous`: the checkpoint that the stage began from; `earlier`: final checkpoints by stage."""
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        policy: TrainingClient,
+        model: ModelSettings,
+        previous: str | None,
+        earlier: Mapping[str, str],
+        seed: int,
+        resume_from: str | None = None,
+        tags: Sequence[str] = (),
+    ):
+        self.service, self.policy, self.model, self.previous, self.earlier, self.seed = service, policy, model, previous, earlier, seed
+        self.resume_from, self.tags = resume_from, tags
+
+    def beginning(self) -> TokenScorer:
+        """The same whether the stage begins or is resumed: the policy itself is not asked, but what it was made from."""
+        adapter_before = self.previous is not None and (Path(self.previous) / "model" / "adapter_config.json").is_file()
+        if self.model.lora_rank and not adapter_before:
+            return BaseScorer(self.policy)
+        if self.previous is not None:
+            return FrozenScorer(self.service.create_sampling_client(model_path=self.previous))
+        model = self.model
+        seed = derive_seed(self.seed, "weights") % 2**31
+        return FrozenScorer(self.service.create_sampling_client(base_model=model.base_model, tokenizer=model.tokenizer, seed=seed))
+
+    def load(self, target: str) -> SamplingClient:
+        if target in self.earlier:
+            return self.service.create_sampling_client(model_path=self.earlier[target])
+        return open_weights(target).sampler(self.service)
+
+    def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
+        if learned.comparison_model is not None:
+            judge = self.load(learned.comparison_model)
+            scorer: Any = ComparedInGroup(ComparisonModel(judge, make_renderer(judge, None)))
+        elif learned.reward_model is not None:
+            scorer = self._reward_model(learned.reward_model)
+        else:
+            return {}
+        return {"rewards": LearnedRewards(scorer, learned.other_reward_weight)}
+
+    def _reward_model(self, target: str) -> RewardModel:
+        path = Path(self.earlier[target]) if target in self.earlier else open_weights(target).path
+        if path is None or not (path / "state.json").is_file() or not checkpoint.read_state(path)["spec"].get("value_head"):
+            raise UserError(
+                f"{target} is no reward model: it was saved without a value head. Train one with train.py reward_model; a language "
+                "model can judge as well, with --comparison-model"
+            )
+        client = self.service.create_training_client_from_state(str(path))
+        check_vocabulary(self.policy, client, f"reward model {target}")
+        return RewardModel(client, target)
+
+    def critic(self, base_model: str) -> TrainingClient:
+        if self.resume_from is not None:
+            return self.service.create_training_client_from_state_with_optimizer(str(Path(self.resume_from) / "critic"))
+        if base_model == "policy":
+            return make_policy(self.service, self.model, self.previous, None, self.seed, value_head=True)
+        return make_policy(self.service, replace(self.model, base_model=base_model), None, None, self.seed, value_head=True)
+
+
+def check_weights(stages: Sequence[StagePlan]) -> None:
+    """Raises UserError where weights that a stage's method needs (a teacher, a reference) are neither an earlier stage's nor there."""
+    for i, plan in enumerate(stages):
+        for target in METHODS[plan.method].weights(plan.settings):
+            if target not in {stage.name for stage in stages[:i]}:
+                open_weights(target)
+
+
 def make_renderer(client: TrainingClient | SamplingClient, asked: str | None) -> Renderer:
     """The renderer asked for by name; else the model's own chat template, or plain text where its tokenizer has none."""
     tokenizer = client.get_tokenizer()
@@ -159,28 +277,50 @@ def make_renderer(client: TrainingClient | SamplingClient, asked: str | None) ->
 def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
     """Raises UserError naming the first row that could not be trained on or evaluated, before anything is.
 
-    Online: every prompt leaves room for max_tokens in the context. Offline: every row has a response, and the whole fits.
-    Held-out rows are sampled in both. A text of so few bytes that it must fit is not tokenised: every token is at least one.
+    Where rows are sampled (online, and held-out rows that a reward scores) every prompt leaves room for max_tokens in the
+    context. Where their responses are learnt, every row has them, and the whole fits. A text of so few bytes that it must
+    fit is not tokenised: every token is at least one.
     """
     plan = prepared.plan
-    limit, wanted = policy.info["max_context"], plan.settings.sampling.max_tokens
-    online = METHODS[plan.method].hooks(plan.settings).online
-    sets = [(prepared.problems, online)] + ([(prepared.test_problems, True)] if prepared.test_problems is not None else [])
-    for problems, sampled in sets:
-        for problem in problems:
-            if not sampled and problem.response is None:
-                raise UserError(f"row {problem.index} of {problems.name} has no response to learn: name its column with --response-column")
-            size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
-            size += wanted if sampled else len((problem.response or "").encode())
-            if limit is None or size <= limit:
-                continue
-            length = _length(problem, renderer, None if sampled else problem.response) + (wanted if sampled else 0)
-            if length > limit:
-                what = f"its prompt and max_tokens {wanted}" if sampled else "its prompt and response"
-                raise UserError(
-                    f"row {problem.index} of {problems.name} does not fit: {what} take {length} tokens, the model's context holds "
-                    f"{limit}; shorten or leave out the row" + (", or lower --max-tokens" if sampled else "")
-                )
+    wanted = plan.settings.sampling.max_tokens
+    method = METHODS[plan.method]
+    reads = method.reads(plan.settings)
+    for problem in prepared.problems:
+        _check_row(problem, prepared.problems.name, reads, 0 if reads else wanted, policy, renderer)
+    if prepared.test_problems is None:
+        return
+    asked = wanted if prepared.scorer is not None else 0
+    for problem in prepared.test_problems:
+        _check_row(problem, prepared.test_problems.name, reads if method.ranks_held_out else (), asked, policy, renderer)
+
+
+_HOW = {
+    "response": "no response to learn: name its column with --response-column",
+    "rejected": "no pair of answers: name their columns with --chosen-column and --rejected-column, or set --data-format",
+}
+
+
+def _check_row(
+    problem: Problem, name: str, reads: Sequence[str], sampled: int, policy: TrainingClient, renderer: Renderer
+) -> None:
+    """`reads`: the answers (fields of Problem) that are learnt or ranked. `sampled`: tokens that its own answer may take, or 0."""
+    limit = policy.info["max_context"]
+    answers = {field: getattr(problem, field) for field in reads}
+    for field, answer in answers.items():
+        if answer is None:
+            raise UserError(f"row {problem.index} of {name} has {_HOW[field]}")
+    size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
+    size += max([sampled, *(len(answer.encode()) for answer in answers.values())])
+    if limit is None or size <= limit:
+        return
+    for answer in [*answers.values(), *([None] if sampled else [])]:
+        length = _length(problem, renderer, answer) + (sampled if answer is None else 0)
+        if length > limit:
+            what = f"its prompt and max_tokens {sampled}" if answer is None else "its prompt and response"
+            raise UserError(
+                f"row {problem.index} of {name} does not fit: {what} take {length} tokens, the model's context holds "
+                f"{limit}; shorten or leave out the row" + (", or lower --max-tokens" if answer is None else "")
+            )
 
 
 _TEMPLATE = 256  # tokens that a chat template may add around the messages

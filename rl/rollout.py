@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl.advantages import has_signal
+from rl.renderers import Renderer
 from rl.rewards import PendingScore, Score
 from rl.sampler import Request
 from rl.sampling_client import SamplingClient
@@ -50,6 +52,22 @@ class Rollouts:
     counters: dict[str, int]
     sample_seconds: float
     score_seconds: float
+    left_out: list[TrajectoryGroup] = field(default_factory=list)  # sampled, but not to be trained on (dynamic sampling)
+
+    @property
+    def sampled(self) -> list[TrajectoryGroup]:
+        """All of them: what metrics describe."""
+        return [*self.groups, *self.left_out]
+
+    def with_more(self, more: Rollouts) -> Rollouts:
+        """These and those that were sampled after them."""
+        return Rollouts(
+            [*self.groups, *more.groups],
+            [*self.errors, *more.errors],
+            {name: self.counters.get(name, 0) + more.counters.get(name, 0) for name in {**self.counters, **more.counters}},
+            self.sample_seconds + more.sample_seconds,
+            self.score_seconds + more.score_seconds,
+        )
 
 
 def rollout(
@@ -173,3 +191,32 @@ def _finish(builders: Sequence[EnvGroupBuilder], episodes: Sequence[_Episode]) -
             TrajectoryGroup(trajectories, [r for r, _ in extra], [m for _, m in extra], builder.tag, builder.problem_index)
         )
     return groups, errors
+
+
+def is_mixed(group: TrajectoryGroup) -> bool:
+    """Whether the group's members earned different rewards."""
+    return has_signal(group.get_total_rewards())
+
+
+def rollout_rows(rollouts: Rollouts, renderer: Renderer) -> Iterator[dict[str, Any]]:
+    """One row for each trajectory: what was asked, answered, drawn and earned, to read and to train on again."""
+    for g, group in enumerate(rollouts.groups):
+        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
+            turn = trajectory.transitions[-1]
+            yield {
+                "group": g,
+                "index": i,
+                "tag": group.tag,
+                "problem": group.problem_index,
+                "prompt": turn.logs.get("prompt", ""),
+                "response": turn.logs.get("response", ""),
+                "reward": reward,
+                "advantage": trajectory.advantage,
+                "stop_reason": turn.ac.stop_reason,
+                "version": turn.ac.version,
+                "metrics": turn.metrics,
+                "prompt_tokens": turn.ob.to_ints(),
+                "response_tokens": turn.ac.tokens,
+                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+                "logprobs": turn.ac.logprobs,
+            }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,30 @@ from rl.errors import UserError
 from rl.interrupts import Stopped, StopRequest
 from rl.jsonl import read_rows
 from rl.keeper import Keeper
-from rl.logbook import CHECKPOINTS, Logbook, check_claim, claim, saved_config
+from rl.logbook import CHECKPOINTS, Logbook, check_claim, claim, holds_a_run, saved_config
 from rl.methods import METHODS
 from rl.methods.base import Models
 from rl.offline import train_offline
 from rl.online import train_online
-from rl.prepare import Prepared, check_rows, make_policy, make_renderer, names_its_model, prepare, worker_settings
+from rl.plan import check as check_memory
+from rl.prepare import (
+    Prepared,
+    StageHosts,
+    begins_after,
+    check_rows,
+    check_weights,
+    make_policy,
+    make_renderer,
+    prepare,
+    worker_settings,
+)
 from rl.service import ServiceClient
 from rl.stage import HeldOut, Stage
 from rl.training_client import TrainingClient
 
 # Settings that a resumed run may change: where and how it reports, nothing that enters a result.
-_FREE = ("resume", "overwrite", "output_dir", "quiet", "wandb_project")
+_FREE = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "wandb_project", "timeout", "stop_grace",
+         "plan", "plan_gpus", "plan_gpu_memory", "plan_zero", "plan_prompt_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,19 +61,37 @@ def execute(run: Run) -> None:
     """
     options = run.options
     folder = Path(options.output_dir or Path("runs") / run.name)
-    with ServiceClient(output_dir=folder, seed=options.seed, settings=worker_settings(run.stages)) as service:
-        with Console(quiet=options.quiet) as console, StopRequest() as stop_request, ExitStack() as stack:
-            check_claim(folder, resume=options.resume, overwrite=options.overwrite)
-            position = _position(run, folder, console) if options.resume else Position()
-            stages = [prepare(plan) for plan in run.stages]
-            for prepared in stages:
+    settings = replace(worker_settings(run.stages), timeout_seconds=options.timeout, stop_grace_seconds=options.stop_grace)
+    with (
+        StopRequest(options.stop_grace) as stop_request,
+        ServiceClient(output_dir=folder, seed=options.seed, settings=settings) as service,
+        Console(quiet=options.quiet) as console,
+        ExitStack() as stack,
+    ):
+        run = _restarted(run, folder)
+        options = run.options
+        check_claim(folder, resume=options.resume, overwrite=options.overwrite)
+        position = _position(run, folder, console) if options.resume else Position()
+        stages = [prepare(plan) for plan in run.stages]
+        for prepared in stages:
+            if prepared.scorer is not None:
                 stack.callback(prepared.scorer.close)
-            at = _Whereabouts(run, folder, stages, position)
-            policy = at.policy(service)
-            claim(folder, resolved(run), resume=options.resume, overwrite=options.overwrite)
-            _introduce(run, folder, policy, console)
-            logbook = stack.enter_context(_logbook(run, folder, position, console))
-            _run_stages(at, service, policy, logbook, console, stop_request)
+        check_weights(run.stages)
+        check_memory(run, console.warn)
+        at = _Whereabouts(run, folder, stages, position)
+        policy = at.policy(service)
+        others = at.others(service, policy)
+        claim(folder, resolved(run), resume=options.resume, overwrite=options.overwrite)
+        _introduce(run, folder, policy, console)
+        logbook = stack.enter_context(_logbook(run, folder, position, console))
+        _run_stages(at, service, policy, others, logbook, console, stop_request)
+
+
+def _restarted(run: Run, folder: Path) -> Run:
+    """`run` as one to resume, where it is to go on with what the folder holds and the folder holds a run."""
+    if not run.options.auto_resume or not holds_a_run(folder):
+        return run
+    return replace(run, options=replace(run.options, resume=True))
 
 
 def _position(run: Run, folder: Path, console: Console) -> Position:
@@ -131,18 +161,44 @@ class _Whereabouts:
     def final_path(self, index: int) -> str:
         return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
 
+    def previous(self, index: int) -> str | None:
+        """The checkpoint that a stage begins from; None where that is a base model."""
+        before = begins_after(self.run.stages, index)
+        return None if before is None else self.final_path(before)
+
     def policy(self, service: ServiceClient) -> TrainingClient:
         """The learner of this stage, checked against its data."""
         index = min(self.index, len(self.stages) - 1)
         prepared = self.stages[index]
-        previous = None if names_its_model(self.run.stages, index) else self.final_path(index - 1)
+        previous = self.previous(index)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        policy = make_policy(service, prepared.plan.settings.model, previous, resume_from, self.run.options.seed)
+        value_head = METHODS[prepared.plan.method].value_head(prepared.plan.settings)
+        policy = make_policy(
+            service, prepared.plan.settings.model, previous, resume_from, self.run.options.seed, value_head=value_head
+        )
         check_rows(prepared, policy, make_renderer(policy, prepared.plan.settings.data.renderer))
         return policy
 
+    def others(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:
+        """The other models that this stage's method needs."""
+        if self.finished:
+            return {}
+        prepared = self.stages[self.index]
+        plan, tags = prepared.plan, sorted({problem.tag for problem in prepared.problems})
+        previous = self.previous(self.index)
+        earlier = {stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])}
+        resume_from = self.position.state_path if self.resumes_here else None
+        hosts = StageHosts(service, policy, plan.settings.model, previous, earlier, self.run.options.seed, resume_from, tags)
+        return METHODS[plan.method].clients(plan.settings, hosts)
+
     def stage(
-        self, policy: TrainingClient, logbook: Logbook, console: Console, keeper: Keeper, stop_request: StopRequest
+        self,
+        policy: TrainingClient,
+        others: dict[str, Any],
+        logbook: Logbook,
+        console: Console,
+        keeper: Keeper,
+        stop_request: StopRequest,
     ) -> Stage:
         prepared = self.stages[self.index]
         plan = prepared.plan
@@ -152,8 +208,8 @@ class _Whereabouts:
             name=plan.name,
             index=self.index,
             method=method,
-            models=Models(policy),
-            problems=prepared.problems,
+            models=Models(policy, others),
+            problems=prepared.curriculum or prepared.problems,
             test_problems=prepared.test_problems,
             renderer=make_renderer(policy, plan.settings.data.renderer),
             scorer=prepared.scorer,
@@ -166,18 +222,23 @@ class _Whereabouts:
             stop_request=stop_request,
         )
         if loop_state is not None:
-            method.load_state(loop_state["method"])
-            stage.held_out = HeldOut(**loop_state["held_out"])
+            stage.load_state(loop_state)
         return stage
 
 
 def _run_stages(
-    at: _Whereabouts, service: ServiceClient, policy: TrainingClient, logbook: Logbook, console: Console, stop_request: StopRequest
+    at: _Whereabouts,
+    service: ServiceClient,
+    policy: TrainingClient,
+    others: dict[str, Any],
+    logbook: Logbook,
+    console: Console,
+    stop_request: StopRequest,
 ) -> None:
     keeper = Keeper(logbook)
     held_out: dict[str, HeldOut] = {}
     while not at.finished:
-        stage = at.stage(policy, logbook, console, keeper, stop_request)
+        stage = at.stage(policy, others, logbook, console, keeper, stop_request)
         try:
             (train_online if stage.method.online else train_offline)(stage)
         except Stopped:
@@ -185,9 +246,11 @@ def _run_stages(
             raise
         held_out[stage.name] = stage.held_out
         policy.release()
+        del stage, others  # with them go the other models' weights
         at.index += 1
         if not at.finished:
             policy = at.policy(service)
+            others = at.others(service, policy)
     _conclude(at, held_out, console)
 
 
@@ -212,6 +275,8 @@ def _conclude(at: _Whereabouts, held_out: Mapping[str, HeldOut], console: Consol
     for name, found in held_out.items():
         if found.after is not None:
             results[f"held-out {found.what}, {name}"] = (found.before, found.after)
+        if found.rows is not None:
+            results[f"held-out {found.rows[0].removeprefix('test/')}, {name}"] = found.rows[1:]
         if found.greedy_after is not None:
             results[f"greedy {found.what}, {name}"] = (found.greedy_before, found.greedy_after)
         remarks += [text for text in [found.sharpening()] if text is not None]

@@ -36,8 +36,12 @@ class SamplingClient(IsItsOwnFuture):
     @property
     def version(self) -> int:
         """How many updates the weights had seen when they were taken; samples carry it."""
-        created = self._created.result()
-        return created if isinstance(created, int) else created["version"]
+        return self._created.result()["version"]
+
+    @property
+    def sync_seconds(self) -> float:
+        """What it took to bring the weights here, on rank 0 (0 where they were read from a folder)."""
+        return self._created.result().get("seconds", 0.0)
 
     def sample(
         self,
@@ -100,11 +104,19 @@ class SamplingClient(IsItsOwnFuture):
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
         """The logprob of each token of `prompt` given those before it, at temperature 1; entry 0 is None."""
-        tokens, vocabulary = prompt.to_ints(), self.info["vocab_size"]
-        if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-            raise ValueError(f"compute_logprobs takes at least one token and ids from 0 to {vocabulary - 1}, got {tokens[:8]}")
-        future = self._driver.submit("compute_logprobs", self._version_id, [tokens])
-        return APIFuture(future, lambda values: values[0])
+        future = self.compute_logprobs_many([prompt])
+        return APIFuture(future._future, lambda values: values[0])
+
+    def compute_logprobs_many(
+        self, prompts: Sequence[ModelInput], temperature: float = 1.0
+    ) -> APIFuture[list[list[float | None]]]:
+        """An extension: the same for several sequences in one batch, of the distribution at `temperature`."""
+        tokens_D, vocabulary = [prompt.to_ints() for prompt in prompts], self.info["vocab_size"]
+        for tokens in tokens_D:
+            if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
+                raise ValueError(f"compute_logprobs takes at least one token and ids from 0 to {vocabulary - 1}, got {tokens[:8]}")
+        future = self._driver.submit("compute_logprobs", self._version_id, tokens_D, temperature)
+        return APIFuture(future, lambda values: (values, self)[0])
 
     async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
         return await self.sample(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,13 +14,23 @@ from torch import Tensor
 
 from rl import checkpoint
 from rl.errors import UserError
-from rl.models import LoadedModel, eos_token_ids, inner_model, is_lora, load_model, quiet_about_tied_heads
+from rl.models import (
+    LoadedModel,
+    eos_token_ids,
+    inner_model,
+    is_lora,
+    is_value_head,
+    load_model,
+    quiet_about_tied_heads,
+    value_head_of,
+)
 
 if TYPE_CHECKING:
     from rl.learner import Learner
     from rl.worker import ModelSpec
 
 FORMAT = 1
+VALUE_FILE = "value_head.safetensors"
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -47,7 +58,8 @@ def _write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: boo
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
         tied = list(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
-        save_torch_state_dict(model.state_dict(), str(folder), shared_tensors_to_discard=tied)
+        weights = {name: tensor for name, tensor in model.state_dict().items() if not is_value_head(name)}
+        save_torch_state_dict(weights, str(folder), shared_tensors_to_discard=tied)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
 
@@ -87,28 +99,45 @@ def save_state(
     rng_by_rank: Sequence[Tensor] | None,
     metadata: Mapping[str, Any],
     ttl_seconds: float | None,
+    beside: Mapping[str, tuple[Learner, ModelSpec]] | None = None,
 ) -> None:
     """Weights, optimizer, generator states and the caller's metadata (JSON), whole or not at all. Written by rank 0.
 
+    `beside`: other learners of the same run (a critic), each into a folder of its name in this checkpoint.
     All ranks call it, since weights may have to be put together. What can be wrong with the arguments is found on all of
     them before that, what can be wrong with the disk on rank 0 afterwards: nobody is left waiting.
     """
     from safetensors.torch import save_file
 
-    if learner.has_gradient:
+    learners = {"": (learner, spec), **(beside or {})}
+    if any(one.has_gradient for one, _ in learners.values()):
         raise UserError("save_state between forward_backward and optim_step would lose the gradient: call optim_step first")
-    text = json.dumps(_state(learner, spec, metadata), indent=1)  # metadata that is no JSON fails here
-    optimizer = {name: t.detach().cpu().contiguous() for name, t in learner.optimizer_tensors().items()}
-    with learner.whole_model(adapter_only=learner.is_lora) as model:
-        if model is None:
+    # metadata that is no JSON fails here
+    texts = {name: json.dumps(_state(*own, {} if name else metadata), indent=1) for name, own in learners.items()}
+    optimizers = {
+        name: {key: t.detach().cpu().contiguous() for key, t in one.optimizer_tensors().items()} for name, (one, _) in learners.items()
+    }
+    with contextlib.ExitStack() as stack:
+        models = {name: stack.enter_context(one.whole_model(adapter_only=one.is_lora)) for name, (one, _) in learners.items()}
+        if models[""] is None:
             return
         assert rng_by_rank is not None
-        expected = _model_bytes(model) + _bytes(optimizer)
+        expected = sum(_model_bytes(model) for model in models.values()) + sum(map(_bytes, optimizers.values()))
         with checkpoint.writing(path, expected_bytes=expected, ttl_seconds=ttl_seconds) as folder:
-            _write_model(model, learner.loaded.tokenizer, folder / "model")
-            save_file(optimizer, str(folder / "optimizer.safetensors"))
+            for name, model in models.items():
+                _write_learner(model, learners[name][0].loaded.tokenizer, optimizers[name], texts[name], folder / name)
             save_file({f"rank{r}": rng for r, rng in enumerate(rng_by_rank)}, str(folder / "rng.safetensors"))
-            (folder / "state.json").write_text(text)
+
+
+def _write_learner(model: Any, tokenizer: Any | None, optimizer: Mapping[str, Tensor], text: str, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    _write_model(model, tokenizer, folder / "model")
+    if (value_head := value_head_of(model)) is not None:  # aside: model/ is what everybody's loaders read
+        save_file({name: t.detach().cpu() for name, t in value_head.state_dict().items()}, str(folder / VALUE_FILE))
+    save_file(dict(optimizer), str(folder / "optimizer.safetensors"))
+    (folder / "state.json").write_text(text)
 
 
 def save_for_sampler(learner: Learner, spec: ModelSpec, path: Path, merged: bool, ttl_seconds: float | None) -> None:
@@ -129,12 +158,15 @@ def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) ->
     file = path / "optimizer.safetensors"
     if with_optimizer and not file.is_file():
         raise UserError(f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it")
-    learner.load_weights(_read_weights(learner, model_folder(path)))
+    if with_optimizer and learner.values and not state["spec"].get("value_head"):
+        raise UserError(f"{path} was saved without a value head, so its optimizer cannot go on with one: load_state makes it fresh")
+    learner.load_weights(_read_weights(learner, model_folder(path)) | _read_value_head(learner, path, state))
     learner.forget_sampling()
     learner.load_optimizer_tensors(load_file(str(file)) if with_optimizer else {})
     if with_optimizer:
         learner.version, learner.temperatures = state["version"], list(state["temperatures"])
-        rng = load_file(str(path / "rng.safetensors"))
+        file = path / "rng.safetensors"
+        rng = load_file(str(file if file.is_file() else path.parent / file.name))  # one saved beside another shares that one's
         if f"rank{rank}" in rng:
             torch.set_rng_state(rng[f"rank{rank}"])
     return state
@@ -153,7 +185,23 @@ def _read_weights(learner: Learner, folder: Path) -> dict[str, Tensor]:
 
     saved_tensors = load_file(str(folder / "adapter_model.safetensors"))
     # PEFT drops the adapter's name when it saves: "...q_proj.lora_A.weight" for "...q_proj.lora_A.default.weight".
-    return {name: saved_tensors[name.replace(".default.", ".")] for name in learner.trainable}
+    own = [name for name in learner.trainable if not is_value_head(name)]
+    return {name: saved_tensors[name.replace(".default.", ".")] for name in own}
+
+
+def _read_value_head(learner: Learner, path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The value head's tensors by this learner's names, {} for one without; a fresh one's zeros where the model saved had none."""
+    from safetensors.torch import load_file
+
+    file = path / VALUE_FILE
+    if not learner.values:
+        return {}
+    if not file.is_file():
+        if state["spec"].get("value_head"):
+            raise UserError(f"{path} holds weights for sampling alone, without the value head of the model: give a folder of save_state")
+        return {name: torch.zeros(learner.parameter_shapes[name]) for name in learner.values}
+    saved = load_file(str(file))
+    return {name: saved[name.rsplit(".", 1)[1]] for name in learner.values}
 
 
 def model_folder(path: Path) -> Path:
@@ -171,20 +219,23 @@ def base_of(spec: ModelSpec, state: str | None) -> tuple[str, str | None]:
     if spec.lora is None:
         return str(model_folder(Path(state))), None
     base = Path(spec.base_model)
-    moved = Path(state).parent.joinpath(*base.parts[-2:])
-    if not base.exists() and base.name == "model" and moved.is_dir():
-        return str(moved), spec.tokenizer
+    if not base.exists() and base.name == "model":
+        for parent in list(Path(state).parents)[:2]:  # a critic's checkpoint lies in the policy's
+            if (moved := parent.joinpath(*base.parts[-2:])).is_dir():
+                return str(moved), spec.tokenizer
     return spec.base_model, spec.tokenizer
 
 
-def load_for_sampling(path: str | None, base_model: str | None) -> tuple[LoadedModel, int, ModelSpec]:
+def load_for_sampling(
+    path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0
+) -> tuple[LoadedModel, int, ModelSpec]:
     """(model, version, spec) of a base model, or of a folder: ours, or any Hugging Face or PEFT folder."""
     from rl.worker import ModelSpec
 
     if path is None:
         if base_model is None:
             raise UserError("create_sampling_client needs model_path (a saved folder) or base_model (a hub name, a folder, tiny:<preset>)")
-        return load_model(base_model), 0, ModelSpec(base_model)
+        return load_model(base_model, tokenizer=tokenizer, seed=seed), 0, ModelSpec(base_model, tokenizer, seed=seed)
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"no saved weights at {folder}: give the path that save_weights_for_sampler(name).result().path returned")

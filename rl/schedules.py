@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step."""
+"""Learning-rate schedules as pure functions of the step, and rules of thumb for the peak."""
 
 from __future__ import annotations
 
@@ -24,3 +24,27 @@ def factor(schedule: str, step: int, total: int, warmup: int = 0, floor: float =
         case "cosine":
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
     raise ValueError(f"unknown schedule {schedule!r}: one of {', '.join(SCHEDULES)}")
+
+
+_LORA_EXPONENTS = {"qwen": 0.0775, "llama": 0.781}
+
+
+def lora_learning_rate(hidden_size: int, family: str = "qwen") -> float:
+    """A learning rate to start from for LoRA: 5e-5 * 10 * (2000 / hidden_size)^p, p = 0.0775 (Qwen) or 0.781 (Llama).
+
+    The rule of Tinker's cookbook (its hyperparameter utilities), fitted to supervised training: LoRA wants ten times the rate of
+    full weights, wider models less. `family`: how a model's name begins, "Qwen" or "Llama" (letter case does not matter).
+    """
+    names = [name for name in _LORA_EXPONENTS if family.lower().startswith(name)]
+    if not names:
+        raise ValueError(f"the rule is fitted to the families {', '.join(_LORA_EXPONENTS)}, got {family!r}: take the nearer one")
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size is the model's width, at least 1, got {hidden_size}")
+    return 5e-5 * 10 * (2000 / hidden_size) ** _LORA_EXPONENTS[names[0]]
+
+
+def scaled_by_batch(learning_rate: float, batch_size: int, reference_batch_size: int) -> float:
+    """The learning rate for `batch_size`, given one that suits `reference_batch_size`: it goes with the square root."""
+    if batch_size < 1 or reference_batch_size < 1:
+        raise ValueError(f"batch sizes are at least 1, got {batch_size} and {reference_batch_size}")
+    return learning_rate * math.sqrt(batch_size / reference_batch_size)

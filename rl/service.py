@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rl import checkpoint, types
+from rl import checkpoint, distributed, types
 from rl.driver import Driver, is_driver, serve
-from rl.errors import UserError
+from rl.errors import RankLost, UserError
 from rl.model_presets import PRESETS
 from rl.sampling_client import SamplingClient
 from rl.training_client import TrainingClient
+from rl.training_config import TrainingConfig
 from rl.types import LoraConfig
 from rl.worker import ModelSpec, WorkerSettings
 
@@ -38,7 +40,11 @@ class ServiceClient:
             raise UserError(f"this service runs in your own process and speaks to no server: drop base_url={base_url!r}")
         settings = settings or WorkerSettings()
         if not is_driver():
-            serve(settings)
+            try:
+                serve(settings)
+            except RankLost as lost:
+                print(f"rank {distributed.rank()} ends: {lost}", file=sys.stderr, flush=True)
+                sys.exit(1)
             sys.exit(0)
         self._driver = Driver(settings)
         self.output_dir = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or _default_output_dir())
@@ -61,18 +67,48 @@ class ServiceClient:
         alpha: float | None = None,
         tokenizer: str | None = None,
         model_seed: int = 0,
+        value_head: bool = False,
     ) -> TrainingClient:
-        """A LoRA adapter on `base_model` (a hub name, a folder, tiny:<preset>); the base stays as it is."""
+        """A LoRA adapter on `base_model` (a hub name, a folder, tiny:<preset>); the base stays as it is.
+
+        `value_head` (an extension): a scalar for each position besides, trained in full; see `forward`.
+        """
         lora = LoraConfig(rank, seed, train_mlp, train_attn, train_unembed, alpha)
-        return self._create(ModelSpec(str(base_model), tokenizer, lora, model_seed))
+        return self._create(ModelSpec(str(base_model), tokenizer, lora, model_seed, value_head))
 
-    def create_full_training_client(self, base_model: str, *, tokenizer: str | None = None, seed: int = 0) -> TrainingClient:
+    def create_full_training_client(
+        self, base_model: str, *, tokenizer: str | None = None, seed: int = 0, value_head: bool = False
+    ) -> TrainingClient:
         """An extension: all weights of `base_model` are trained. `seed`: of the weights of a tiny:<preset>."""
-        return self._create(ModelSpec(str(base_model), tokenizer, None, seed))
+        return self._create(ModelSpec(str(base_model), tokenizer, None, seed, value_head))
 
-    def create_training_client_from_state(self, path: str) -> TrainingClient:
-        """The weights of a checkpoint (a folder of `save_state` or `save_weights_for_sampler`), a fresh optimizer."""
-        return self._create(_spec_of(path), str(path), False)
+    def create_training_client(self, config: TrainingConfig, checkpoint_id: str | None = None) -> TrainingClient:
+        """An extension: what `config` describes, afresh or as it was when `save_state` wrote `checkpoint_id`, optimizer included.
+
+        `checkpoint_id`: a checkpoint's folder (`.artifact_id` of what `save_state` returned), or its name in this service's own.
+        Raises UserError where the checkpoint is of another model than the config's.
+        """
+        if not isinstance(config, TrainingConfig):
+            raise UserError(f"create_training_client takes a TrainingConfig(model_ref=...), got {config!r}")
+        lora = config.lora_config
+        adapter = None
+        if lora is not None:
+            adapter = LoraConfig(lora.rank, config.seed, lora.train_mlp, lora.train_attn, lora.train_unembed, lora.alpha)
+        spec = ModelSpec(config.model_ref, config.tokenizer, adapter, config.seed, config.value_head)
+        if checkpoint_id is None:
+            return self._create(spec)
+        here = Path(self.output_dir, "checkpoints", checkpoint_id)
+        path = str(here if here.is_dir() else checkpoint_id)
+        _check_same(spec, _spec_of(path), path)
+        return self._create(spec, path, True)
+
+    def create_training_client_from_state(self, path: str, *, value_head: bool | None = None) -> TrainingClient:
+        """The weights of a checkpoint (a folder of `save_state` or `save_weights_for_sampler`), a fresh optimizer.
+
+        `value_head`: with one (fresh, where the model saved had none) or without; None: as it was saved.
+        """
+        spec = _spec_of(path)
+        return self._create(spec if value_head is None else replace(spec, value_head=value_head), str(path), False)
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> TrainingClient:
         """Weights, optimizer, generator state: goes on where `save_state` was called."""
@@ -85,12 +121,18 @@ class ServiceClient:
 
     # -------------------------------------------------------------------------------------------------------- sampling
 
-    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """A sampler of saved weights (a folder that `save_weights_for_sampler` wrote, any HF or PEFT folder) or a base model."""
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None, *, tokenizer: str | None = None, seed: int = 0
+    ) -> SamplingClient:
+        """A sampler of saved weights (a folder that `save_weights_for_sampler` wrote, any HF or PEFT folder) or a base model.
+
+        `tokenizer`, `seed` (extensions): of a base model, as in `create_full_training_client`.
+        """
         if model_path is None and base_model is None:
             raise ValueError("create_sampling_client needs model_path (a saved folder) or base_model (hub name, folder, tiny:<preset>)")
         version_id = self._next_version_id()
-        created = self._driver.submit("load_sampler", version_id, str(model_path) if model_path else None, base_model)
+        path = str(model_path) if model_path else None
+        created = self._driver.submit("load_sampler", version_id, path, base_model, tokenizer, seed)
         return SamplingClient(self, self._driver, version_id, created, None)
 
     async def create_lora_training_client_async(self, *args: Any, **kwargs: Any) -> TrainingClient:
@@ -133,6 +175,14 @@ class ServiceClient:
 def _default_output_dir() -> Path:
     script = Path(sys.argv[0]).stem or "interactive"
     return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _check_same(asked: ModelSpec, saved: ModelSpec, path: str) -> None:
+    """Raises UserError that names what differs between a config and the checkpoint that it should go on from."""
+    mine, theirs = asdict(asked), asdict(saved)
+    changed = [f"{name} is {theirs[name]!r} there and {value!r} in the config" for name, value in mine.items() if theirs[name] != value]
+    if changed:
+        raise UserError(f"{path} is a checkpoint of another model: {'; '.join(changed)}. Pass the config that it was made with")
 
 
 def _spec_of(path: str) -> ModelSpec:

@@ -28,6 +28,8 @@ class RunSettings:
     """Folder of the run; by default runs/<name>. A run writes nowhere else."""
     resume: bool = False
     """Go on with the run in the folder from its newest whole checkpoint."""
+    auto_resume: bool = False
+    """Go on with the run that the folder holds, or start it if there is none: for a job that is restarted with the same line."""
     overwrite: bool = False
     """Replace the run that the folder holds."""
     seed: int = 0
@@ -36,10 +38,30 @@ class RunSettings:
     """Also log to this Weights & Biases project (WANDB_MODE=offline works)."""
     quiet: bool = False
     """No progress display."""
+    timeout: float = 1800.0
+    """Seconds that one process may wait for another in a collective; longer ends the run with an error that names the other."""
+    stop_grace: float = 90.0
+    """Seconds to finish the step and save in after SIGTERM, SIGUSR1 or Ctrl-C; then, or at a second signal, the run ends at once. A step that would not fit is left out."""
+    plan: bool = False
+    """Print what each GPU would hold and whether it fits, and train nothing. No weights are loaded; of a hub model the config alone is needed."""
+    plan_gpus: int | None = None
+    """Plan for so many GPUs; by default the processes of this launch."""
+    plan_gpu_memory: float | None = None
+    """GiB of each GPU planned for; by default those of the GPU that is there, or 80 with --plan-gpus. Without both, and without a GPU, a CPU process is planned."""
+    plan_zero: Literal["none", "1", "2", "3"] | None = None
+    """Plan for this ZeRO stage (none: one process or DDP); by default that of this launch."""
+    plan_prompt_tokens: int = 512
+    """Length of prompts that the plan assumes."""
 
     def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise ValueError("resume continues a run and overwrite replaces it: give one of them")
+        for name in ("plan_gpus", "plan_gpu_memory", "plan_prompt_tokens"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} is positive, got {value}")
+        for name in ("timeout", "stop_grace"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is a positive number of seconds, got {getattr(self, name)}")
+        if (self.resume or self.auto_resume) and self.overwrite:
+            raise ValueError("resume and auto_resume continue a run and overwrite replaces it: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +69,7 @@ class ModelSettings:
     """The policy."""
 
     base_model: str = "tiny:addition"
-    """A hub name, a model folder, or tiny:<preset> (addition, ascii, chat), built on the spot. A later stage starts from the stage before unless it names one."""
+    """A hub name, a model folder, or tiny:<preset> (addition, ascii, chat), built on the spot. A later stage starts from the stage before, unless it names a model or, by its name, a stage before that."""
     tokenizer: str | None = None
     """Folder or hub name of a tokenizer to use instead of the model's own."""
     lora_rank: int = 0
@@ -81,9 +103,11 @@ class DataSettings:
     """addition (generated), a .jsonl file, a folder or hub name (openai/gsm8k), ..."""
     eval_dataset: str | None = None
     """Held-out problems; by default the test split of dataset, or of a single file the last tenth, which is not trained on."""
+    more_datasets: tuple[str, ...] = ()
+    """Further data sets, mixed in with all their rows; metrics are given for each as well."""
     dataset_config: str | None = None
     """Configuration of a hub data set that has several."""
-    data_format: Literal["auto", "columns", "messages", "alpaca", "gsm8k"] = "auto"
+    data_format: Literal["auto", "columns", "messages", "alpaca", "gsm8k", "preferences"] = "auto"
     """Shape of the rows; auto: by the columns of the first."""
     prompt_column: str = "prompt"
     """Column of the prompt in a .jsonl file or hub data set."""
@@ -101,12 +125,50 @@ class DataSettings:
     """A malformed row: stop and name it, or skip it and count."""
     renderer: str | None = None
     """chat_template, role_colon or plain; by default the one recommended for the model."""
-    reward: str = "exact_match"
-    """A registered name (exact_match, gsm8k, math_correctness, ...), module:function, or file.py:function."""
+    reward: str | None = "exact_match"
+    """A registered name (exact_match, gsm8k, math_correctness, ...), module:function, or file.py:function. None: answers are not scored, for methods that learn without."""
+    rewards: tuple[tuple[str, float], ...] = ()
+    """Several rewards and their weights, added up and each logged, instead of reward: --rewards gsm8k 1 mine.py:style 0.1; in a recipe a mapping."""
     reward_timeout: float = 10.0
     """Seconds one reward may take; a slower one costs its sample."""
     reward_workers: int | None = None
     """Processes that compute rewards; by default one for each spare core, at most 8."""
+    curriculum: Literal["off", "steps", "success"] = "off"
+    """Ask easy problems first. steps: a level is added at each of curriculum_steps; success: where answers succeed often, and taken back where they do not."""
+    curriculum_column: str = "level"
+    """Column of a problem's level: numbers or texts, in ascending order. (addition has level, its number of carries.)"""
+    curriculum_steps: tuple[int, ...] = ()
+    """Steps at which the second, third, ... level begins."""
+    curriculum_up: float = 0.8
+    """success: a level up where the mean of the last curriculum_window batches is at least this."""
+    curriculum_down: float = 0.2
+    """success: a level down where it is below this."""
+    curriculum_window: int = 5
+    """success: so many batches are looked at, all of the present level."""
+    curriculum_mix: Literal["up_to", "only"] = "up_to"
+    """Problems asked at a level: its own and all easier ones, or its own only."""
+
+    def __post_init__(self) -> None:
+        steps = self.curriculum_steps
+        if self.curriculum == "steps" and (not steps or list(steps) != sorted(set(steps)) or steps[0] < 1):
+            raise ValueError(f"curriculum steps needs curriculum_steps, ascending and from 1 on, such as 10 30; got {steps}")
+        if not 0 <= self.curriculum_down < self.curriculum_up:
+            raise ValueError(f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}")
+        _at_least("curriculum_window", self.curriculum_window, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceDataSettings(DataSettings):
+    """Pairs of answers to a prompt, of which one is preferred."""
+
+    data_format: Literal["auto", "columns", "messages", "alpaca", "gsm8k", "preferences"] = "preferences"
+    """preferences: chosen and rejected beside a prompt (or instruction and input), as whole conversations, as HH-RLHF's dialogues; or LLMBar's output_1, output_2 and label."""
+    chosen_column: str = "chosen"
+    """Column of the preferred answer: text, a message of the assistant, or a whole conversation."""
+    rejected_column: str = "rejected"
+    """Column of the other answer."""
+    reward: str | None = None
+    """Also sample answers to held-out prompts and score them with this (exact_match, module:function, ...); None: held-out pairs are ranked, nothing is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +183,8 @@ class SamplingSettings:
     """Only -1 (no truncation): top-k samples have logprobs that the learner cannot score."""
     top_p: float = 1.0
     """Only 1 (no truncation), for the same reason."""
+    dynamic_sampling: int = 0
+    """Where groups of answers that all earn the same leave a batch short of batch_size groups that differ, sample further problems, at most so many times (DAPO, arXiv 2503.14476, section 3.2); 0: never."""
     eval_temperature: float | None = None
     """Of held-out samples (0: greedy); by default the training temperature."""
     eval_greedy: bool = True
@@ -141,8 +205,83 @@ class SamplingSettings:
                 f"training samples are not truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner scores the whole "
                 "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py take them)"
             )
+        _at_least("dynamic_sampling", self.dynamic_sampling, 0)
         if self.eval_temperature is not None:
             _at_least("eval_temperature", self.eval_temperature, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapingSettings:
+    """What rewards go through before they become advantages, in this order. Metrics show rewards as they were given."""
+
+    overlong_share: float = 0.0
+    """An answer in the last such share of max_tokens loses reward, linearly up to overlong_penalty (DAPO, arXiv 2503.14476, equation 13); 0: off."""
+    overlong_penalty: float = 1.0
+    """What an answer of max_tokens loses."""
+    normalise_rewards: bool = False
+    """Subtract the mean and divide by the standard deviation of all rewards so far (running statistics, saved with the run)."""
+    reward_scale: float = 1.0
+    """Multiply by this."""
+    reward_clip: float | None = None
+    """Cut off at plus and minus this, such as 10."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlong_share < 1:
+            raise ValueError(f"overlong_share is a share of max_tokens from 0 (off) to below 1, such as 0.2, got {self.overlong_share}")
+        _at_least("overlong_penalty", self.overlong_penalty, 0)
+        for name in ("reward_scale", "reward_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is positive, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlSettings:
+    """How the policy is held near a reference."""
+
+    kl_coef: float | None = None
+    """Price of KL(policy || reference); by default the method's. Where it is 0 and kl_target is not set there is no reference."""
+    reference_model: str | None = None
+    """The reference: an earlier stage, a run's folder, a folder of weights or a hub name; by default the policy as it was at the stage's beginning."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Where the price is paid. reward: the gradient of the KL of whole answers. loss: each token's own."""
+    kl_kind: Literal["k1", "k2", "k3", "k3_pathwise"] = "k3"
+    """kl_in loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient; k3_pathwise is k3 differentiated as it stands (GRPO's paper), whose gradient is another KL's."""
+    kl_target: float | None = None
+    """Adapt kl_coef so that the KL a token stays about here (arXiv 1909.08593); it may start from 0."""
+    kl_rate: float = 0.1
+    """How fast kl_coef adapts: by at most a fifth of this a batch."""
+
+    def __post_init__(self) -> None:
+        if self.kl_coef is not None:
+            _at_least("kl_coef", self.kl_coef, 0)
+        for name in ("kl_target", "kl_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is positive, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedRewardSettings:
+    """A model in the loop whose judgement is the reward."""
+
+    reward_model: str | None = None
+    """Learn from a reward model's scores: an earlier stage, the folder of a reward_model run, or a checkpoint of one. What reward says is then only measured (see other_reward_weight)."""
+    comparison_model: str | None = None
+    """Learn from comparisons instead: a language model (an earlier stage, a run's folder, a folder of weights, a hub name) is shown the answers of a group two by two, in both orders, and the probabilities of A, B and tie are read. Reward: the share of its group that an answer is preferred to."""
+    other_reward_weight: float = 0.0
+    """Of what reward (or rewards) says, beside the model's judgement: 0 measures it and learns nothing from it."""
+
+    def __post_init__(self) -> None:
+        if self.reward_model is not None and self.comparison_model is not None:
+            raise ValueError("reward_model scores answers and comparison_model compares them: name one of the two")
+        if self.other_reward_weight and not self.named:
+            raise ValueError("other_reward_weight stands beside a reward_model or comparison_model: name one, or leave it out")
+
+    @property
+    def named(self) -> list[str]:
+        """The model that was named, if one was."""
+        return [name for name in (self.reward_model, self.comparison_model) if name is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +337,8 @@ class LoopSettings:
     """Checkpoints kept; older ones are removed."""
     keep_best: str | None = "test/env/all/correct"
     """Metric whose best weights are kept (sampler weights, under best-<step>)."""
+    keep_best_mode: Literal["max", "min"] = "max"
+    """Whether the best is the highest or the lowest."""
     rollouts_every: int = 20
     """Write the rollouts (jsonl and a page to read) every so many steps; 0: never."""
 

@@ -7,22 +7,24 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from rl import types
 from rl.datums import check_datum
 from rl.driver import Driver
-from rl.futures import APIFuture, IsItsOwnFuture
-from rl.losses import CUSTOM, LossSpec, get_loss
+from rl.futures import APIFuture, IsItsOwnFuture, SavedState
+from rl.loss_terms import check_config
+from rl.losses import CUSTOM, VALUES, LossSpec, get_loss
 from rl.sampling_client import SamplingClient
-from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 if TYPE_CHECKING:
     from rl.service import ServiceClient
 
-CustomLoss = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
+CustomLoss = Callable[..., tuple[torch.Tensor, dict[str, float]]]  # of the datums and, for each output asked for, a list of tensors
 
 
 class TrainingClient(IsItsOwnFuture):
@@ -38,6 +40,11 @@ class TrainingClient(IsItsOwnFuture):
         self._finalizer.atexit = False
 
     @property
+    def service(self) -> ServiceClient:
+        """An extension: what made this client."""
+        return self._service
+
+    @property
     def info(self) -> dict[str, Any]:
         """What is known of the model: base_model, arch, vocab_size, max_context, parameters, device, dtype, ..."""
         return self._created.result()
@@ -48,7 +55,7 @@ class TrainingClient(IsItsOwnFuture):
         self,
         data: Sequence[Datum],
         loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None = None,
+        loss_fn_config: Mapping[str, Any] | None = None,
         *,
         divisor: float = 1.0,
     ) -> APIFuture[ForwardBackwardOutput]:
@@ -61,43 +68,75 @@ class TrainingClient(IsItsOwnFuture):
         return self._forward(data, loss_fn, loss_fn_config, divisor, backward=True)
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None, *, entropy: bool = False
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        entropy: bool = False,
+        adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """The same without a gradient. `entropy` (an extension) adds each position's entropy to the outputs."""
-        return self._forward(data, loss_fn, loss_fn_config, 1.0, backward=False, entropy=entropy)
+        """The same without a gradient. Extensions:
+
+        `entropy` adds each position's entropy to the outputs; `adapters` False turns a LoRA adapter off for this call, so
+        that the base model scores (a reference that costs no memory).
+        """
+        if not adapters and self.info["lora_rank"] is None:
+            raise ValueError("adapters=False asks for the base model under a LoRA adapter; this client trains full weights")
+        return self._forward(data, loss_fn, loss_fn_config, 1.0, backward=False, entropy=entropy, adapters=adapters)
+
+    def compute_values(self, inputs: Sequence[ModelInput]) -> APIFuture[list[np.ndarray]]:
+        """An extension: what the value head says at each position of each input, having read it up to and with that position."""
+        self._need_value_head("compute_values")
+        bare = [Datum(one, {"target_tokens": [0] * one.length}) for one in inputs]
+        self._check(bare, "cross_entropy", {})
+        future = self._driver.submit("forward_backward", self.model_id, bare, VALUES, {}, 1.0, False)
+        return APIFuture(future, lambda value: [output["values"] for output in value[0]])
+
+    def _need_value_head(self, what: str) -> None:
+        if not self.info["value_head"]:
+            raise ValueError(f"{what} reads values, and this model has no value head: create the client with value_head=True")
 
     def _forward(
         self,
         data: Sequence[Datum],
         loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None,
+        loss_fn_config: Mapping[str, Any] | None,
         divisor: float,
         *,
         backward: bool,
         entropy: bool = False,
+        adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
         config = dict(loss_fn_config or {})
         loss = self._check(data, loss_fn, config)
         if not divisor > 0:
             raise ValueError(f"the divisor is a positive number, got {divisor}")
-        future = self._driver.submit("forward_backward", self.model_id, list(data), loss, config, divisor, backward, entropy)
+        future = self._driver.submit(
+            "forward_backward", self.model_id, list(data), loss, config, divisor, backward, entropy, adapters
+        )
         if backward:
             self._backwards.append(future)
         return APIFuture(future, _output)
 
-    def _check(self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float]) -> LossSpec:
+    def _check(self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, Any]) -> LossSpec:
         loss = get_loss(loss_fn)
-        allowed = (*loss.config, "temperature")
+        if len(data) % loss.group:
+            raise ValueError(f"{loss_fn} takes datums in groups of {loss.group}, one after the other; {len(data)} datums were given")
         for key, value in config.items():
-            if key not in allowed:
-                raise ValueError(f"loss_fn_config has the key {key!r}; {loss_fn} takes {', '.join(allowed)}")
+            if key not in loss.known_config:
+                raise ValueError(f"loss_fn_config has the key {key!r}; {loss_fn} takes {', '.join(loss.known_config)}")
             if key == "temperature" and not value > 0:
                 raise ValueError(f"the learner scores at a positive temperature, got {value}")
-        known, vocabulary = (*loss.required, *loss.optional), self.info["vocab_size"]
+        check_config(config)
+        if loss.needs_values(config):
+            self._need_value_head(f"the loss {loss_fn!r}" if loss.values else "value_coef")
+        known, vocabulary = loss.known_fields, self.info["vocab_size"]
         for i, datum in enumerate(data):
             check_datum(
                 i, datum, required=loss.required, known=known, soft_targets=loss.soft_targets, vocab_size=vocabulary
             )
+            loss.check_terms(i, datum.loss_fn_inputs, config)
             self._check_length(i, datum)
         return loss
 
@@ -107,33 +146,39 @@ class TrainingClient(IsItsOwnFuture):
             raise ValueError(f"datum {index} has {datum.model_input.length} tokens, the model's context holds {limit}")
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss, loss_fn_config: Mapping[str, float] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        outputs: Sequence[Literal["logprobs", "values"]] = ("logprobs",),
     ) -> APIFuture[ForwardBackwardOutput]:
         """A loss of one's own on the logprobs: `loss_fn(data, logprobs) -> (loss, metrics)`.
 
         `logprobs[i]` is a float32 tensor of datum i's target logprobs that records gradients. It runs on the driver:
         a forward, the user's loss and its gradient dC/dlogprobs, then `cross_entropy` with weights -dC/dlogprobs.
         `loss_fn_config` takes "temperature"; by default the one last sampled with, or 1 where nothing was sampled.
+        `outputs` (an extension): what the loss gets after `data`, in that order; "values" are the value head's, one a
+        position. A loss of values alone needs no `target_tokens`, and the vocabulary is not computed for it.
         """
-        config = dict(loss_fn_config or {})
-        for i, datum in enumerate(data):
-            if "target_tokens" not in datum.loss_fn_inputs:
-                raise ValueError(f"datum {i} lacks loss_fn_inputs['target_tokens'] (it has {sorted(datum.loss_fn_inputs)})")
-        bare = [Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in data]
-        self._check(bare, "cross_entropy", config)
-        first = self._driver.submit("forward_backward", self.model_id, bare, CUSTOM, config, 1.0, False)
-        outputs = _output(first.result()).loss_fn_outputs
-        logprobs = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in outputs]
-        loss, metrics = loss_fn(list(data), logprobs)
+        config, spec = dict(loss_fn_config or {}), CUSTOM if "logprobs" in outputs else VALUES
+        bare = self._bare(data, outputs, config)
+        first = self._driver.submit("forward_backward", self.model_id, bare, spec, config, 1.0, False)
+        found = _output(first.result()).loss_fn_outputs
+        leaves = {name: [output[name].to_torch().clone().requires_grad_(True) for output in found] for name in outputs}
+        loss, metrics = loss_fn(list(data), *leaves.values())
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"the custom loss returns a scalar tensor that depends on the logprobs, got {shape}")
-        gradients = torch.autograd.grad(loss, logprobs, allow_unused=True)
-        for datum, gradient in zip(bare, gradients, strict=True):
-            n = datum.model_input.length
-            datum.loss_fn_inputs["weights"] = TensorData.from_torch(torch.zeros(n) if gradient is None else -gradient)
+            raise ValueError(f"the custom loss returns a scalar tensor that depends on the {' or '.join(outputs)}, got {shape}")
+        for name, field in (("logprobs", "weights"), ("values", "value_weights")):
+            if name not in leaves:
+                continue
+            gradients = torch.autograd.grad(loss, leaves[name], allow_unused=True, retain_graph=True)
+            for datum, leaf, gradient in zip(bare, leaves[name], gradients, strict=True):
+                weights = torch.zeros_like(leaf) if gradient is None else -gradient
+                datum.loss_fn_inputs[field] = TensorData.from_torch(weights)
         named = {name if ":" in name else f"{name}:mean": float(value) for name, value in metrics.items()}
-        future = self._driver.submit("forward_backward", self.model_id, bare, CUSTOM, config, 1.0, True)
+        future = self._driver.submit("forward_backward", self.model_id, bare, spec, config, 1.0, True)
         self._backwards.append(future)
 
         def convert(value: Any) -> ForwardBackwardOutput:
@@ -142,6 +187,22 @@ class TrainingClient(IsItsOwnFuture):
             return output
 
         return APIFuture(future, convert)
+
+    def _bare(self, data: Sequence[Datum], outputs: Sequence[str], config: Mapping[str, Any]) -> list[Datum]:
+        """The datums with their targets alone, checked."""
+        unknown = [name for name in outputs if name not in ("logprobs", "values")]
+        if unknown or not outputs or len(set(outputs)) < len(outputs):
+            raise ValueError(f"outputs is one or both of 'logprobs' and 'values', got {tuple(outputs)}")
+        if "values" in outputs:
+            self._need_value_head("outputs")
+        bare = []
+        for i, datum in enumerate(data):
+            targets = datum.loss_fn_inputs.get("target_tokens")
+            if targets is None and "logprobs" in outputs:
+                raise ValueError(f"datum {i} lacks loss_fn_inputs['target_tokens'] (it has {sorted(datum.loss_fn_inputs)})")
+            bare.append(Datum(datum.model_input, {"target_tokens": [0] * datum.model_input.length if targets is None else targets}))
+        self._check(bare, "cross_entropy", config)
+        return bare
 
     def optim_step(self, adam_params: AdamParams) -> APIFuture[OptimStepResponse]:
         """One AdamW update of the accumulated gradient; metrics hold `grad_norm` (before clipping).
@@ -170,13 +231,27 @@ class TrainingClient(IsItsOwnFuture):
     # ------------------------------------------------------------------------------------------------- saving, sampling
 
     def save_state(
-        self, name: str, ttl_seconds: float | None = None, *, metadata: Mapping[str, Any] | None = None
-    ) -> APIFuture[types.SaveWeightsResponse]:
-        """Weights and optimizer, resumable, into `<output_dir>/checkpoints/<name>`; `metadata` (JSON) travels along."""
-        path = self._path("checkpoints", name)
-        return APIFuture(
-            self._driver.submit("save_state", self.model_id, path, dict(metadata or {}), ttl_seconds), types.SaveWeightsResponse
-        )
+        self,
+        name: str | None = None,
+        ttl_seconds: float | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        beside: Mapping[str, TrainingClient] | None = None,
+    ) -> SavedState:
+        """Weights and optimizer, resumable, into `<output_dir>/checkpoints/<name>`; `metadata` (JSON) travels along.
+
+        `beside` (an extension): other clients (a critic, say) whose state goes into the same checkpoint, each in the folder
+        of its name there: all of it is whole or absent together.
+        Without a name (an extension) it is called state-000001, -000002, ..., and is written when this returns; the
+        checkpoint's folder is `.artifact_id`.
+        """
+        path = self._path("checkpoints", self._next_name() if name is None else name)
+        others = {key: client.model_id for key, client in (beside or {}).items()}
+        future = self._driver.submit("save_state", self.model_id, path, dict(metadata or {}), ttl_seconds, others)
+        saved = SavedState(future, types.SaveWeightsResponse)
+        if name is None:
+            saved.result()
+        return saved
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: float | None = None, *, merged: bool = False
@@ -221,6 +296,12 @@ class TrainingClient(IsItsOwnFuture):
 
     async def load_state_with_optimizer_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         return self.load_state_with_optimizer(path)
+
+    def _next_name(self) -> str:
+        """The first of state-000001, ... after all that were written."""
+        there = Path(self._service.output_dir, "checkpoints").glob("state-*")
+        numbers = [int(found[1]) for path in there if (found := re.fullmatch(r"state-(\d+)", path.name))]
+        return f"state-{max(numbers, default=0) + 1:06d}"
 
     def _path(self, kind: str, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or ".partial-" in name:

@@ -150,6 +150,9 @@ LOSS_INPUT_DTYPES: Mapping[str, str] = {
     "advantages": "float32",
     "logprobs": "float32",
     "mask": "float32",
+    "ref_logprobs": "float32",
+    "returns": "float32",
+    "values_old": "float32",
     "clip_low_threshold": "float32",
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
@@ -257,7 +260,10 @@ class SampleResponse:
 
 @dataclass(slots=True)
 class ForwardBackwardOutput:
-    """`loss_fn_outputs[i]["logprobs"]`: the learner's logprob of each target of datum i. Metric keys end in their reduction."""
+    """`loss_fn_outputs[i]["logprobs"]`: the learner's logprob of each target of datum i. Metric keys end in their reduction.
+
+    A client with a value head adds `["values"]`: the value at each position, having read the input up to and with it.
+    """
 
     loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float]
@@ -322,6 +328,7 @@ class Problem:
     `messages` go through a renderer. `meta` reaches the reward (its "answer" is the expected answer by convention).
     `response`: a worked answer, where the data has one (supervised training). `tag` names the data set in metrics.
     `index`: the row's position in its data set, the problem's identity in random streams and rollouts.
+    `rejected`: where the data has pairs, the answer that `response` was preferred to.
     """
 
     messages: Sequence[Message]
@@ -329,6 +336,7 @@ class Problem:
     response: str | None = None
     tag: str = "problem"
     index: int = 0
+    rejected: str | None = None
 
 
 @dataclass(slots=True)
@@ -357,11 +365,12 @@ class Transition:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode. `advantage`: what the method credited its actions with, once it has."""
+    """One episode. `advantage`: what the method credited its actions with, once it has; `advantages_N`: each turn's own, if so."""
 
     transitions: list[Transition]
     final_ob: ModelInput = field(default_factory=ModelInput.empty)
     advantage: float | None = None
+    advantages_N: list[float] | None = None
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ same order; inside one, work is split and results come back to rank 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from rl import distributed, saving
 from rl.launch import make_accelerator
 from rl.learner import Learner, LearnerSettings
 from rl.losses import LossSpec, get_loss
-from rl.models import LoadedModel, add_lora, load_model
+from rl.models import LoadedModel, add_lora, add_value_head, load_model
 from rl.sampler import Decoder, Engine, Request, make_decoder, score
 from rl.types import AdamParams, Datum, LoraConfig, SampleResponse
 
@@ -35,7 +36,8 @@ class SamplerSettings:
 @dataclass(frozen=True)
 class WorkerSettings:
     dtype: str = "auto"
-    timeout_seconds: float = 1800.0
+    timeout_seconds: float = 1800.0  # of one wait for another rank
+    stop_grace_seconds: float = 90.0  # see rl.interrupts
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
 
@@ -48,6 +50,7 @@ class ModelSpec:
     tokenizer: str | None = None
     lora: LoraConfig | None = None
     seed: int = 0
+    value_head: bool = False
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelSpec:
@@ -70,7 +73,7 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings):
         bf16 = settings.dtype == "bf16" or (settings.dtype == "auto" and torch.cuda.is_available())
-        self.accelerator = make_accelerator(bf16=bf16)
+        self.accelerator = make_accelerator(bf16=bf16, timeout_seconds=settings.timeout_seconds)
         self.objects = distributed.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
@@ -101,6 +104,8 @@ class Worker:
         loaded.name = spec.base_model
         if spec.lora is not None:
             loaded = add_lora(loaded, spec.lora)
+        if spec.value_head:
+            loaded = add_value_head(loaded)
         info = self._info(loaded, spec)  # before the weights are sharded
         learner = Learner(loaded, self.accelerator, self.settings.learner)
         self.learners[model_id], self.specs[model_id] = learner, spec
@@ -116,6 +121,7 @@ class Worker:
             "base_model": spec.base_model,
             "arch": config.get("model_type", "unknown"),
             "lora_rank": spec.lora.rank if spec.lora else None,
+            "value_head": spec.value_head,
             "vocab_size": loaded.vocab_size,
             "max_context": _max_context(loaded),
             "hidden_size": config.get("hidden_size") or config.get("n_embd"),
@@ -145,6 +151,7 @@ class Worker:
         divisor: float,
         backward: bool,
         entropy: bool = False,
+        adapters: bool = True,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
         """This rank's outputs by datum index, its metric sums, the temperature. Merged: outputs in order, and metrics."""
         learner = self.learners[model_id]
@@ -156,7 +163,7 @@ class Worker:
         if temperature is None:
             temperature = learner.sampled_temperature() if loss.as_sampled and datums else 1.0
         outputs, sums = learner.run(
-            datums, loss, settings, temperature=temperature, divisor=divisor, backward=backward, entropy=entropy
+            datums, loss, settings, temperature=temperature, divisor=divisor, backward=backward, entropy=entropy, adapters=adapters
         )
         return outputs, sums, temperature
 
@@ -168,8 +175,9 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------------------- sampling
 
-    def snapshot(self, model_id: int, version_id: int) -> int:
-        """The learner's weights, as they are now, under a new version id. Returns the learner's version."""
+    def snapshot(self, model_id: int, version_id: int) -> dict[str, Any]:
+        """The learner's weights, as they are now, under a new version id. Returns the learner's version and what it took."""
+        begin = time.perf_counter()
         learner = self.learners[model_id]
         decoder = self.latest.get(model_id)
         if decoder is None:
@@ -177,18 +185,22 @@ class Worker:
                 learner.shell, dtype=self.sampler_dtype, device=self.accelerator.device, kind=self.settings.sampler.kind
             )
             if learner.shell is not learner.model:
-                decoder.load_(learner.weights(list(learner.parameter_shapes)))
+                decoder.load_(learner.weights(frozen=True))
         else:
             if any(v.decoder is decoder for v in self.versions.values()):  # somebody still samples from it
                 decoder = decoder.fork()
             decoder.load_(learner.weights())
         self.latest[model_id] = decoder
         self.versions[version_id] = SamplerVersion(decoder, learner.loaded, learner.version, learner)
-        return learner.version
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # copies are queued; what is reported is when they are done
+        return {"version": learner.version, "seconds": time.perf_counter() - begin}
 
-    def load_sampler(self, version_id: int, path: str | None, base_model: str | None) -> dict[str, Any]:
+    def load_sampler(
+        self, version_id: int, path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0
+    ) -> dict[str, Any]:
         """A sampler version from saved weights (a folder of `save_weights_for_sampler`, any HF or PEFT folder) or a base model."""
-        loaded, version, spec = saving.load_for_sampling(path, base_model)
+        loaded, version, spec = saving.load_for_sampling(path, base_model, tokenizer, seed)
         loaded.model.to(self.accelerator.device)
         decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind)
         owner = self.saved_by.get(str(Path(path).resolve())) if path is not None else None
@@ -224,16 +236,27 @@ class Worker:
             source.learner.note_sampling([r.params for r in requests])
         return dict(zip(mine, responses, strict=True)), asdict(engine.counters)
 
-    def compute_logprobs(self, version_id: int, prompts: Sequence[list[int]]) -> dict[int, list[float | None]]:
+    def compute_logprobs(
+        self, version_id: int, prompts: Sequence[list[int]], temperature: float = 1.0
+    ) -> dict[int, list[float | None]]:
         """This rank's share by index; merged: all of them in the order of `prompts`."""
         mine = _share([len(p) for p in prompts])
-        return dict(zip(mine, score(self.versions[version_id].decoder, [prompts[i] for i in mine]), strict=True))
+        found = score(self.versions[version_id].decoder, [prompts[i] for i in mine], temperature)
+        return dict(zip(mine, found, strict=True))
 
     # ------------------------------------------------------------------------------------------------------------ saving
 
-    def save_state(self, model_id: int, path: str, metadata: Mapping[str, Any], ttl_seconds: float | None) -> str:
+    def save_state(
+        self,
+        model_id: int,
+        path: str,
+        metadata: Mapping[str, Any],
+        ttl_seconds: float | None,
+        beside: Mapping[str, int] | None = None,
+    ) -> str:
         rng = self.objects.gather(torch.get_rng_state())
-        saving.save_state(self.learners[model_id], self.specs[model_id], Path(path), rng, metadata, ttl_seconds)
+        others = {name: (self.learners[other], self.specs[other]) for name, other in (beside or {}).items()}
+        saving.save_state(self.learners[model_id], self.specs[model_id], Path(path), rng, metadata, ttl_seconds, others)
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
 

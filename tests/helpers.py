@@ -12,10 +12,10 @@ from rl.worker import ModelSpec, SamplerSettings, Worker, WorkerSettings
 VOCABULARY = 14  # of tiny:addition
 
 
-def make_worker(base: str = "tiny:addition", *, lora=None, seed: int = 1, **learner) -> Worker:
+def make_worker(base: str = "tiny:addition", *, lora=None, seed: int = 1, value_head: bool = False, **learner) -> Worker:
     """A worker with model 0, perturbed so that no weight is at its initial zero or one (a LoRA's B is 0, norms are 1)."""
     worker = Worker(WorkerSettings(learner=LearnerSettings(**learner), sampler=SamplerSettings()))
-    worker.create_model(0, ModelSpec(base, lora=lora, seed=seed), None, False)
+    worker.create_model(0, ModelSpec(base, lora=lora, seed=seed, value_head=value_head), None, False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in worker.learners[0].trainable.values():

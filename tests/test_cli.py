@@ -102,6 +102,7 @@ class Needy:
 class Spec:
     settings: type
     summary: str
+    variants: dict = field(default_factory=dict)
 
 
 METHODS = {

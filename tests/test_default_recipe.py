@@ -83,6 +83,10 @@ def test_the_default_recipe_teaches_and_improves(tmp_path_factory):
     assert abs(accuracy_by_generate(final, sample=True) - after) < 0.05
     assert max(row["optim/max_logprob_difference"] for row in rows if "optim/max_logprob_difference" in row) < 1e-4
 
+    alarms = {name: value for row in rows for name, value in row.items() if name.startswith("alarm/")}
+    assert len(alarms) >= 10 and not any(value for row in rows for name, value in row.items() if name.startswith("alarm/"))
+    assert "warning" not in printed
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

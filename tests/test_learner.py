@@ -243,13 +243,13 @@ def test_what_stands_in_the_padding_is_not_read():
     worker, datums = make_worker(), random_datums(6)
     batch = collate(datums, [[i] for i in range(6)], "padded")
     learner, loss = worker.learners[0], get_loss("ppo")
-    clean = learner._forward(batch, loss, {}, 1.0, False)[1]
+    clean = learner._forward(batch, loss, {}, 1.0, False)[1]["logprobs"]
     flat = batch.input_ids.view(-1)
     padding = torch.ones_like(flat, dtype=torch.bool)
     padding[batch.token_index] = False
     assert padding.any()
     flat[padding] = 7
-    assert torch.equal(learner._forward(batch, loss, {}, 1.0, False)[1], clean)
+    assert torch.equal(learner._forward(batch, loss, {}, 1.0, False)[1]["logprobs"], clean)
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

@@ -99,6 +99,16 @@ def test_workers_run_at_the_same_time(module):
         assert time.monotonic() - begin < 3.0  # one after the other: 4 s
 
 
+def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
+    """A scheduler's signals reach every process of a run, which then finishes its step and needs these scores."""
+    with Scorer("misbehaving:misbehave", timeout=30, workers=1) as scorer:
+        pid = int(scorer.submit("", "pid", None).result().reward)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+            assert scorer.submit("", "pid", None).result().reward == pid
+    assert scorer.counts["deaths"] == 0 and wait_until_dead(pid)
+
+
 def test_a_killed_reward_takes_its_own_children_along(module, tmp_path):
     pid_file = tmp_path / "child.pid"
     with Scorer("misbehaving:misbehave", timeout=1.0, workers=1) as scorer:

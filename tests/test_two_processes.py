@@ -19,7 +19,7 @@ def run(out: Path, rank: int, config: str | None) -> dict:
     command = [sys.executable, *script]
     if config is not None:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
-        command = [*launch, "--num_processes", "2", *script]
+        command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=out.parent, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -30,6 +30,21 @@ def _with_noise(problem: Problem, epoch: int, probability: float) -> Problem:
     return dataclasses.replace(problem, response=noisy)
 
 
+def _wrong(a: int, b: int) -> str:
+    """The sum with one digit changed, always the same way: what the right answer is preferred to."""
+    digest = zlib.crc32(f"{a}+{b} wrong".encode())
+    digits = str(a + b)
+    position = digest % len(digits)
+    changed = (int(digits[position]) + 1 + digest // 7 % 9) % 10
+    return digits[:position] + str(changed) + digits[position + 1 :]
+
+
+def _carries(a: int, b: int) -> int:
+    """How many carries a + b takes on paper: 0, 1 or 2, a measure of difficulty."""
+    ones = a % 10 + b % 10 > 9
+    return ones + (a // 10 + b // 10 + ones > 9)
+
+
 def _noise(options: Mapping[str, str]) -> tuple[float, int]:
     """(share of noisy responses, first epoch that has them)."""
     try:
@@ -52,7 +67,8 @@ def addition(
 
     Option `noise` (0 to 1): the share of responses of which one digit is drawn anew, for supervised training of a model that
     knows the task but samples it badly. Option `from`: the epoch that the noise begins with (0); before it responses are right,
-    from which a model learns the task several times faster. meta["answer"] is always right.
+    from which a model learns the task several times faster. meta["answer"] is always right, `rejected` always wrong by a digit;
+    meta["level"] is the number of carries (0 to 2).
     """
     noise, first = _noise(options or {})
     if split not in ("train", "test"):
@@ -60,7 +76,14 @@ def addition(
     pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(_LOW, _HIGH + 1) if is_test(a, b) == (split == "test")]
     system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     problems = [
-        Problem((*system, {"role": "user", "content": f"{a}+{b}="}), {"answer": str(a + b)}, str(a + b), tag, index)
+        Problem(
+            messages=(*system, {"role": "user", "content": f"{a}+{b}="}),
+            meta={"answer": str(a + b), "level": _carries(a, b)},
+            response=str(a + b),
+            tag=tag,
+            index=index,
+            rejected=_wrong(a, b),
+        )
         for index, (a, b) in enumerate(pairs)
     ]
 

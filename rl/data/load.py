@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.data.addition import addition
-from rl.data.formats import GSM8K, Alpaca, Columns, Messages, RowFormat
+from rl.data.formats import GSM8K, Alpaca, Columns, Messages, Preferences, RowFormat
 from rl.data.problem_set import ProblemSet
 from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, OnBadRow, Row, find_file, read_file, read_hub
 from rl.errors import UserError
 from rl.types import Problem
 
-Format = Literal["auto", "columns", "messages", "alpaca", "gsm8k"]
-FORMATS = ("auto", "columns", "messages", "alpaca", "gsm8k")
+Format = Literal["auto", "columns", "messages", "alpaca", "gsm8k", "preferences"]
+FORMATS = ("auto", "columns", "messages", "alpaca", "gsm8k", "preferences")
 GENERATED = ("addition",)
 
 
@@ -28,6 +28,8 @@ def load_problems(
     prompt_column: str = "prompt",
     response_column: str | None = None,
     answer_column: str | None = "answer",
+    chosen_column: str = "chosen",
+    rejected_column: str = "rejected",
     config: str | None = None,
     limit: int | None = None,
     system_prompt: str | None = None,
@@ -40,7 +42,8 @@ def load_problems(
         <split>.json; else a hub name, with `config` if the data set has several ("openai/gsm8k" takes "main" by itself).
     format: "columns" (prompt, response and answer in the named columns; a prompt may be text or a list of messages),
         "messages" (a chat; a last message of the assistant is the response), "alpaca" (instruction, input, output),
-        "gsm8k" (question, answer ending in "#### N"). "auto": by the columns of the first good row.
+        "gsm8k" (question, answer ending in "#### N"), "preferences" (two answers to a prompt, see rl.data.formats.Preferences).
+        "auto": by the columns of the first good row.
     answer_column: reaches the reward as meta["answer"]. The default one may be absent, a column named by you may not; None: no
         answer. All other columns reach it under their own names.
     limit: the first that many rows. system_prompt: the first message of problems that have no system message of their own.
@@ -60,6 +63,7 @@ def load_problems(
         return generated if limit is None else generated.first(limit)
     rows, label = _rows(str(source), split, config)
     named = dict(prompt_column=prompt_column, response_column=response_column, answer_column=answer_column)
+    named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
     problems = _problems(rows, format, named, limit, system_prompt, tag or label, BadRows(on_bad_row))
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
@@ -102,6 +106,8 @@ def _format_of(columns: Mapping[str, Any], named: Mapping[str, str | None]) -> s
         return "alpaca"
     if "question" in columns and "####" in str(columns.get("answer")):
         return "gsm8k"
+    if named["chosen_column"] in columns and named["rejected_column"] in columns:
+        return "preferences"
     return "columns"
 
 
@@ -118,6 +124,8 @@ def _row_format(format: str, columns: Mapping[str, Any], named: Mapping[str, str
         return Alpaca(answer)
     if format == "gsm8k":
         return GSM8K()
+    if format == "preferences":
+        return Preferences(str(named["prompt_column"]), str(named["chosen_column"]), str(named["rejected_column"]), answer)
     return Columns(str(named["prompt_column"]), named["response_column"], answer)
 
 
@@ -140,12 +148,12 @@ def _problems(
             if isinstance(row.columns, BadRow):
                 raise row.columns
             reader = reader or _row_format(format, row.columns, named)
-            messages, meta, response = reader.read(row.columns)
+            messages, meta, response, rejected = reader.read(row.columns)
         except BadRow as error:
             bad.add(row.place, error)
             continue
         if system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        problems.append(Problem(tuple(messages), meta, response, tag, len(problems)))
+        problems.append(Problem(tuple(messages), meta, response, tag, len(problems), rejected))
     bad.settle(len(problems))
     return problems

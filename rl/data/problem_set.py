@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import overload
 
 import numpy as np
@@ -54,6 +57,10 @@ class ProblemSet(Sequence[Problem]):
         """The first `count` problems (all, if there are fewer), with the same variants."""
         return ProblemSet(self._problems[:count], name=self.name, variant=self._variant)
 
+    def subset(self, indices: Sequence[int]) -> ProblemSet:
+        """The problems at these places, with the same variants."""
+        return ProblemSet([self._problems[i] for i in indices], name=self.name, variant=self._variant)
+
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         """The problems of step `step` (from 0): positions step * batch_size and on of the chained epochs.
 
@@ -79,3 +86,17 @@ class ProblemSet(Sequence[Problem]):
                 del self._orders[next(iter(self._orders))]
             self._orders[key] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(self))
         return self._orders[key]
+
+
+def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
+    """All problems of several sets as one, numbered on; their tags still tell where each is from. One set is itself."""
+    if len(sets) == 1:
+        return sets[0]
+    firsts = list(accumulate((len(part) for part in sets), initial=0))
+
+    def variant(problem: Problem, epoch: int) -> Problem:
+        part = bisect_right(firsts, problem.index) - 1
+        return dataclasses.replace(sets[part].at(problem.index - firsts[part], epoch), index=problem.index)
+
+    problems = [dataclasses.replace(problem, index=i) for i, problem in enumerate(p for part in sets for p in part)]
+    return ProblemSet(problems, name=" + ".join(part.name for part in sets), variant=variant)

@@ -22,8 +22,9 @@ class ProblemEnv(Env):
         builder = self.builder
         message, ended = builder.renderer.parse_response(action.tokens)
         response = str(message["content"])
+        scorer = builder.scorer
         return StepResult(
-            reward=builder.scorer.submit(builder.prompt_text, response, builder.problem.meta),
+            reward=0.0 if scorer is None else scorer.submit(builder.prompt_text, response, builder.problem.meta),
             episode_done=True,
             metrics={"ended": float(ended)},
             logs={"prompt": builder.prompt_text, "response": response},
@@ -31,9 +32,9 @@ class ProblemEnv(Env):
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
-    """The group of one problem: the prompt is rendered once, every member answers it."""
+    """The group of one problem: the prompt is rendered once, every member answers it. Without a scorer the reward is 0."""
 
-    def __init__(self, problem: Problem, group_size: int, renderer: Renderer, scorer: Scorer):
+    def __init__(self, problem: Problem, group_size: int, renderer: Renderer, scorer: Scorer | None):
         self.problem = problem
         self.group_size = group_size
         self.renderer = renderer

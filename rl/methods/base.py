@@ -2,25 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import abc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
 
 from rl.datums import action_tokens
 from rl.schedules import factor
-from rl.settings import LoopSettings, OptimSettings
-from rl.types import AdamParams, Datum, Problem, TrajectoryGroup
+from rl.settings import LearnedRewardSettings, LoopSettings, OptimSettings
+from rl.types import AdamParams, Datum, Problem, TensorData, TrajectoryGroup
 
 if TYPE_CHECKING:
+    from rl.learned_rewards import LearnedRewards
+    from rl.sampling_client import SamplingClient
+    from rl.scoring import TokenScorer
     from rl.training_client import TrainingClient
+
+Item = TypeVar("Item")
 
 
 @dataclass
 class Models:
-    """The clients a method has at hand. `policy` is always there; others are made by the methods that need them."""
+    """The clients a method has at hand. `policy` is always there; `others` are what the method asked its `Hosts` for."""
 
     policy: TrainingClient
     others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> TokenScorer:
+        return self.others["reference"]
+
+    @property
+    def critic(self) -> TrainingClient | None:
+        return self.others.get("critic")
+
+    @property
+    def rewards(self) -> LearnedRewards | None:
+        """What rewards answers beside (or instead of) the environments, where the method asked for it."""
+        return self.others.get("rewards")
+
+    @property
+    def learning(self) -> dict[str, TrainingClient]:
+        """Those beside the policy that learn, and are saved with it: the critic, where there is one."""
+        return {name: self.others[name] for name in ("critic",) if name in self.others}
+
+
+class Hosts(Protocol):
+    """What a method's other models are made with, at the beginning of its stage and again after a resume.
+
+    `tags`: the names of the stage's data sets.
+    """
+
+    policy: TrainingClient
+    tags: Sequence[str]
+
+    def beginning(self) -> TokenScorer:
+        """The policy as it was before the stage's first step: the base under a fresh adapter, else frozen weights."""
+        ...
+
+    def load(self, target: str) -> SamplingClient:
+        """The final weights of an earlier stage (by its name), of a run's folder, or those of a model folder or hub name."""
+        ...
+
+    def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
+        """The model whose judgement is the reward, as `rewards` in `Models.others`; nothing where none is named."""
+        ...
+
+    def critic(self, base_model: str) -> TrainingClient:
+        """A model of its own with a value head, as `critic` in `Models.others`: saved with the policy, and resumed with it.
+
+        `base_model`: a hub name, a model folder or tiny:<preset>; "policy": the weights that the stage begins from.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +107,25 @@ class OnlineMethod(Method, Protocol):
 
 
 class OfflineMethod(Method, Protocol):
-    def datums(self, rows: Sequence[Problem], renderer: Any) -> list[Datum]: ...
+    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+        """`seed`: of the batch, for what is drawn at random."""
+        ...
+
+
+class EvaluatesRows(abc.ABC):
+    """A method that measures held-out rows itself, besides (or instead of) sampling answers to them.
+
+    `headline`: the metric that sums a run up.
+    """
+
+    headline: str
+
+    def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:  # noqa: B027  (nothing, by default)
+        """Called before the first step, and after a resume, with every row that the stage trains on or evaluates."""
+
+    @abc.abstractmethod
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """`test/...` metrics."""
 
 
 def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: float) -> AdamParams:
@@ -67,8 +140,8 @@ def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: floa
     )
 
 
-def substeps(datums: Sequence[Datum], n: int) -> list[list[Datum]]:
-    """`datums` dealt out over n optimizer steps, in turn, so that each sees every problem's group.
+def substeps(datums: Sequence[Item], n: int) -> list[list[Item]]:
+    """`datums` (or pairs of them) dealt out over n optimizer steps, in turn, so that each sees every problem's group.
 
     Fewer datums than steps make fewer steps: an optimizer step on nothing is not taken.
     """
@@ -76,16 +149,64 @@ def substeps(datums: Sequence[Datum], n: int) -> list[list[Datum]]:
     return [part for part in parts if part]
 
 
-def divisor(datums: Sequence[Datum], kind: str) -> float:
-    """What an optimizer step's summed loss is divided by: its action tokens, its sequences, or 1 ("sum")."""
+def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
+    """What an optimizer step's summed loss is divided by.
+
+    "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by `weighted_by_sequence`): its
+    sequences. "constant": its sequences times max_tokens (Dr. GRPO, arXiv 2503.20783, appendix). "sum": 1.
+    """
     match kind:
         case "tokens":
             return max(1, action_tokens(datums))
-        case "sequences":
+        case "sequences" | "sequence_means":
             return max(1, len(datums))
+        case "constant":
+            return max(1, len(datums)) * max_tokens
         case "sum":
             return 1.0
-    raise ValueError(f"unknown normalisation {kind!r}: tokens, sequences or sum")
+    raise ValueError(f"unknown normalisation {kind!r}: tokens, sequences, sequence_means, constant or sum")
+
+
+def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
+    """The datums with advantages and mask divided by their number of action tokens: summed, losses become sequence means."""
+    weighted = []
+    for datum in datums:
+        advantages, mask = (datum.loss_fn_inputs[name].array for name in ("advantages", "mask"))
+        tokens = max(1, np.count_nonzero(mask))
+        weighted.append(with_fields(datum, advantages=advantages / tokens, mask=mask / tokens))
+    return weighted
+
+
+def truncated_importance_sampling(
+    models: Models, datums: Sequence[Datum], cap: float, temperature: float
+) -> tuple[list[Datum], dict[str, float]]:
+    """Datums whose ratios are taken against the learner before the step, each token weighted by min(cap, learner / sampler).
+
+    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training",
+    equation of TIS): the mismatch of sampler and learner is a weight of its own, so that clipping acts on the update alone.
+    All policy losses are homogeneous in the advantage, which carries the weight. Metrics compare sampler and learner, and
+    give the weights' mean and the share that was cut off.
+    """
+    output = models.policy.forward(datums, "importance_sampling", {"temperature": temperature}).result()
+    learner = [o["logprobs"].array for o in output.loss_fn_outputs]
+    weighted, weights = [], []
+    for datum, lp in zip(datums, learner, strict=True):
+        inputs = datum.loss_fn_inputs
+        active = inputs["mask"].array != 0
+        ratio = np.exp(np.where(active, lp.astype(np.float64) - inputs["logprobs"].array, 0.0))
+        weights.append(ratio[active])
+        advantages = inputs["advantages"].array * np.minimum(ratio, cap)
+        weighted.append(with_fields(datum, advantages=advantages, logprobs=np.where(active, lp, 0.0)))
+    every = np.concatenate(weights)
+    metrics = sampler_against_learner(datums, learner)
+    if len(every):
+        metrics |= {"optim/tis_weight": float(np.minimum(every, cap).mean()), "optim/tis_frac_capped": float((every > cap).mean())}
+    return weighted, metrics
+
+
+def with_fields(datum: Datum, **fields: np.ndarray) -> Datum:
+    new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, **new})
 
 
 def one_pass(
@@ -99,6 +220,7 @@ def one_pass(
     loop: LoopSettings,
     progress: Progress,
     peak: float,
+    max_tokens: int = 1,
 ) -> dict[str, float]:
     """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns `optim/...` metrics.
 
@@ -109,7 +231,7 @@ def one_pass(
     sums: dict[str, float] = {}
     norms: list[float] = []
     for i, part in enumerate(substeps(datums, optim.num_substeps)):
-        forward = models.policy.forward_backward(part, loss, config, divisor=divisor(part, normalise))
+        forward = models.policy.forward_backward(part, loss, config, divisor=divisor(part, normalise, max_tokens))
         update = models.policy.optim_step(params)
         output = forward.result()
         for name, value in output.metrics.items():
@@ -130,7 +252,10 @@ def one_pass(
 def _loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum]) -> dict[str, float]:
     tokens = action_tokens(datums) if datums else 0
     name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
-    metrics = {name: sums.get("loss:sum", 0.0) / max(1, tokens), "optim/tokens": tokens}
+    loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))  # without the terms that were added to it
+    metrics = {name: loss / max(1, tokens), "optim/tokens": tokens}
+    if "entropy:sum" in sums:
+        metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
     active = sums.get("active_tokens:sum", 0.0)
     if "clipped_low:sum" in sums:
         metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(1.0, active)
@@ -143,8 +268,6 @@ def sampler_against_learner(datums: Sequence[Datum], logprobs: Sequence[Any]) ->
     `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)), their largest
     difference, and `entropy` = -mean q.
     """
-    import numpy as np
-
     masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
     q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(np.float64)
     p = np.concatenate(list(logprobs))[masks].astype(np.float64)

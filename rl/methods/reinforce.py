@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992) with a running-mean baseline: GRPO's hooks with other settings."""
+"""REINFORCE (Williams 1992) with a running-mean baseline and an entropy bonus: GRPO's hooks with other settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl.methods.grpo import GrpoSettings, PolicyGradientSettings
 
 def _policy_gradient() -> PolicyGradientSettings:
     return replace(
-        PolicyGradientSettings(), group_size=1, advantage="running_mean", loss="importance_sampling"
+        PolicyGradientSettings(), group_size=1, advantage="running_mean", loss="importance_sampling", entropy_coef=0.01
     )
 
 

@@ -40,16 +40,9 @@ class Sft:
     def __init__(self, settings: SftSettings):
         self.settings = settings
 
-    def datums(self, rows: Sequence[Problem], renderer: Any) -> list[Datum]:
+    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
         """Prompt and response as one sequence; the response's tokens (and its end) carry weight 1."""
-        datums = []
-        for row in rows:
-            if row.response is None:
-                raise ValueError(f"row {row.index} of {row.tag} has no response to learn: name its column with --response-column")
-            messages = [*row.messages, {"role": "assistant", "content": row.response}]
-            model_input, weights = renderer.build_supervised_example(messages)
-            datums.append(supervised_datum(model_input.to_ints(), weights))
-        return datums
+        return [response_datum(row, renderer) for row in rows]
 
     def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
         """One pass; the loss is the mean negative logprob of a response token, `optim/loss`."""
@@ -71,3 +64,12 @@ class Sft:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+def response_datum(row: Problem, renderer: Any) -> Datum:
+    """A row's prompt and response as one sequence; the response's tokens (and its end) carry weight 1."""
+    if row.response is None:
+        raise ValueError(f"row {row.index} of {row.tag} has no response to learn: name its column with --response-column")
+    messages = [*row.messages, {"role": "assistant", "content": row.response}]
+    model_input, weights = renderer.build_supervised_example(messages)
+    return supervised_datum(model_input.to_ints(), weights)

@@ -134,6 +134,7 @@ class Composite(Combined):
         for part, weight in self.parts:
             result = part.evaluate(prompt, response, meta)
             total += weight * result.reward
-            for key, value in {part.name: result.reward, **result.metrics}.items():
-                metrics[key if key not in metrics else f"{part.name}/{key}"] = value
+            name = part.name.rpartition(":")[2]  # of "module:function" the function
+            for key, value in {name: result.reward, **result.metrics}.items():
+                metrics[key if key not in metrics else f"{name}/{key}"] = value
         return RewardResult(total, metrics)

@@ -112,8 +112,11 @@ class ProcessWorker(Worker):
     def __init__(self, reward: Reward):
         read_items, write_items = os.pipe()
         read_replies, write_replies = os.pipe()
+        # Signals that ask a run to stop may reach all its processes (a scheduler's do), and it needs its rewards to finish the step.
+        # Handlers that do nothing, since what a reward starts would inherit SIG_IGN.
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from rl.rewards.workers import serve; "
+            "import signal, sys; [signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]; "
+            f"sys.path[:] = {sys.path!r}; from rl.rewards.workers import serve; "
             f"serve({read_items}, {write_replies}, {os.getpid()})"
         )
         # Workers are many and small: a thread pool for linear algebra in each would only fight over the cores.

@@ -1,0 +1,175 @@
+"""Ten DPO steps of Whetstone against TRL's DPOTrainer: the same weights, pairs and settings give the same numbers.
+
+    .venv-bench/bin/python bench/dpo_vs_trl.py
+
+Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the same order, in fp32 on a CPU,
+with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and clipping to norm 1, each with its own tokenisation, reference,
+losses and optimizer step. Whetstone runs `rl.offline.train_offline`; TRL runs `DPOTrainer.train()`, from whose `compute_loss` the
+figures are read (those that it logs are rounded). The table has a row for each step and loss; the exit code is 1 if any loss or
+reward differs by more than 1e-4 (relative, where above 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+from bench.campaign import command_line, machine, write_table  # noqa: E402
+
+TOLERANCE = 1e-4
+FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}  # Whetstone's name to TRL's
+
+
+def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
+    """The stage as Whetstone's command line would make it; the TRL side takes its pairs and their order from here."""
+    from rl.cli import Stage as StagePlan
+    from rl.methods.dpo import DpoSettings, PreferenceSettings
+    from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings
+
+    settings = DpoSettings(
+        model=ModelSettings(base_model=str(model)),
+        data=PreferenceDataSettings(dataset="addition"),
+        preference=PreferenceSettings(loss=loss, beta=args.beta),
+        optim=OptimSettings(learning_rate=args.learning_rate),
+        loop=LoopSettings(steps=args.steps, batch_size=args.pairs, eval_every=0),
+    )
+    return StagePlan("dpo", "dpo", settings)
+
+
+def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> list[dict[str, float]]:
+    """`train_offline` on a real Stage that keeps its metrics instead of logging them."""
+    from rl.methods import METHODS
+    from rl.methods.base import Models
+    from rl.offline import train_offline
+    from rl.prepare import StageHosts, make_policy, make_renderer, prepare, worker_settings
+    from rl.service import ServiceClient
+    from rl.stage import Stage
+
+    found: list[dict[str, float]] = []
+
+    class KeptStage(Stage):
+        def start(self) -> None:
+            return None
+
+        def end_batch(self, batch: int, metrics: Any, *args: Any, **kwargs: Any) -> None:
+            found.append({**metrics, "loss": metrics["optim/loss"]})
+
+        def end(self) -> None:
+            pass
+
+    plan = dpo_plan(args, loss, model)
+    prepared, spec = prepare(plan), METHODS["dpo"]
+    with ServiceClient(output_dir=folder, seed=args.seed, settings=worker_settings([plan])) as service:
+        policy = make_policy(service, plan.settings.model, None, None, args.seed)
+        others = spec.clients(plan.settings, StageHosts(service, policy, plan.settings.model, None, {}, args.seed))
+        unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
+        stage = KeptStage(
+            name="dpo", index=0, method=spec.hooks(plan.settings), models=Models(policy, others), problems=prepared.problems,
+            test_problems=None, renderer=make_renderer(policy, None), scorer=None, seed=args.seed, first_step=0, done=0, **unused,
+        )  # fmt: skip
+        train_offline(stage)
+    return found
+
+
+def run_trl(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> list[dict[str, float]]:
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from rl.prepare import prepare
+    from rl.seeds import derive_seed
+
+    found: list[dict[str, float]] = []
+
+    class KeptTrainer(DPOTrainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            value = super().compute_loss(*args, **kwargs)
+            kept = {name: float(values[-1]) for name, values in self._metrics["train"].items() if name in FIGURES}
+            found.append({**kept, "loss": float(value.detach())})
+            return value
+
+    problems, order = prepare(dpo_plan(args, loss, model)).problems, derive_seed(args.seed, 0)
+    pairs = [problem for step in range(args.steps) for problem in problems.batch(step, args.pairs, order)]
+    rows = [{"prompt": str(p.messages[-1]["content"]), "chosen": p.response, "rejected": p.rejected} for p in pairs]
+    config = DPOConfig(
+        output_dir=str(folder), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, fp16=False, beta=args.beta,
+        loss_type=[LOSSES[loss]], learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95,
+        adam_epsilon=1e-8, weight_decay=0.0, max_grad_norm=1.0, per_device_train_batch_size=args.pairs,
+        gradient_accumulation_steps=1, gradient_checkpointing=False, max_length=None, dataloader_num_workers=0,
+        dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = KeptTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model), processing_class=AutoTokenizer.from_pretrained(model), args=config,
+        train_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+    trainer.train()
+    return found
+
+
+def compare(ours: list[dict[str, float]], theirs: list[dict[str, float]], loss: str) -> list[dict[str, Any]]:
+    """A row for each step. Raises ValueError where the two have not taken as many."""
+    rows = []
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        row: dict[str, Any] = {"loss_type": loss, "step": step}
+        differences = []
+        for name in FIGURES:
+            row[f"whetstone {name}"], row[f"trl {name}"] = round(mine[name], 7) + 0.0, round(other[name], 7) + 0.0  # no -0
+            differences.append(abs(mine[name] - other[name]) / max(1.0, abs(other[name])))
+        rows.append({**row, "largest_difference": f"{max(differences):.1e}"})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=32, help="pairs a step")
+    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "dpo_vs_trl_cpu.csv")
+    args = parser.parse_args()
+
+    import torch
+    import trl
+    from transformers.utils import logging as transformers_logging
+
+    from rl.models import load_model
+
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    table: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="dpo_vs_trl-") as name:
+        folder = Path(name)
+        loaded = load_model("tiny:addition", seed=args.seed)
+        loaded.model.save_pretrained(folder / "model")
+        loaded.tokenizer.save_pretrained(folder / "model")
+        for loss in LOSSES:
+            sides = [run(args, loss, folder / "model", folder / loss) for run in (run_whetstone, run_trl)]
+            table += compare(*sides, loss)
+    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": machine(), "command": command_line()}
+    write_table(args.output, [{**row, **about} for row in table])
+    for row in table:
+        print(", ".join(f"{key} {value}" for key, value in row.items()))
+    worst = max(float(row["largest_difference"]) for row in table)
+    print(f"largest difference {worst:.1e}, allowed {TOLERANCE}")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

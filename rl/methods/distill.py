@@ -1,0 +1,312 @@
+"""Distillation: a student learns to answer as its teacher does.
+
+On-policy (learn_from student): the student's own samples, each token credited with -(log student - log teacher), so that the
+expected gradient is that of the reverse KL(student || teacher) (Agarwal et al., arXiv 2306.13649; Gu et al., arXiv 2306.08543).
+Off-policy (learn_from teacher or data): answers that the teacher sampled, or that the data holds, with
+    alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross-entropy             (Hinton et al., arXiv 1503.02531, section 2)
+a token, where _T is softmax(logits / T) and the teacher's distribution is that of its `teacher_top_k` likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from rl.datums import supervised_datum, trajectory_to_datums
+from rl.errors import UserError
+from rl.methods.base import Hosts, Models, Progress, adam_params, one_pass, substeps
+from rl.methods.sft import response_datum
+from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+from rl.types import Datum, Problem, SamplingParams, TensorData, TrajectoryGroup
+
+if TYPE_CHECKING:
+    from rl.sampling_client import SamplingClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """Whom to learn from, and how."""
+
+    teacher: tuple[str, ...] = ()
+    """A run's folder, a folder of weights, a hub name, or the name of an earlier stage of the recipe. With several data sets (more_datasets) either one for all, or DATASET=TEACHER for each."""
+    learn_from: Literal["student", "teacher", "data"] = "student"
+    """Whose answers are learnt on. student: its own, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
+    group_size: int = 4
+    """Answers sampled for each prompt (student, teacher)."""
+    kl_discount: float = 0.0
+    """On-policy: a token is also credited with later tokens' divergence, this much less for each. 0: each with its own alone; 1: the gradient of the whole answer's KL, of more variance."""
+    alpha: float = 0.5
+    """Off-policy: weight of the KL to the teacher; the rest is cross-entropy on the answer's tokens."""
+    distill_temperature: float = 2.0
+    """Off-policy: both distributions are softened by it in the KL, which is scaled by its square."""
+    teacher_top_k: int = 64
+    """Off-policy: the teacher's likeliest tokens at each position, renormalised, stand for its distribution."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "teacher_top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in ("kl_discount", "alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} lies from 0 to 1, got {getattr(self, name)}")
+        if not self.distill_temperature > 0:
+            raise ValueError(f"distill_temperature is positive, such as 2, got {self.distill_temperature}")
+
+
+def _data() -> DataSettings:
+    return DataSettings(reward=None)
+
+
+def _sampling() -> SamplingSettings:
+    return SamplingSettings(temperature=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """Distillation: learn to answer as a teacher does, from one's own answers or the teacher's."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=_data)
+    distillation: DistillationSettings = field(default_factory=DistillationSettings)
+    sampling: SamplingSettings = field(default_factory=_sampling)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (2e-4 if self.model.lora_rank else 2e-5)
+
+
+class Distill:
+    """The hooks of `distill`."""
+
+    def __init__(self, settings: DistillSettings):
+        self.settings = settings
+        self.how = settings.distillation
+        self.online = self.how.learn_from == "student"
+        self.group_size = self.how.group_size
+        self._metrics: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------------------- on-policy
+
+    def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Each token's advantage: -(log student - log teacher), both as sampled; with kl_discount, later tokens' as well."""
+        found: list[Datum] = []
+        by_teacher: dict[str, list[TrajectoryGroup]] = {}
+        for group in groups:
+            by_teacher.setdefault(teacher_of(models, group.tag), []).append(group)
+        gaps: list[np.ndarray] = []
+        for name, members in by_teacher.items():
+            trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
+            for trajectory in trajectories:
+                trajectory.advantage = 0.0  # the tokens' own replace it below
+            datums_N = [trajectory_to_datums(trajectory) for trajectory in trajectories]
+            flat = [datum for datums in datums_N for datum in datums]
+            teacher = iter(FrozenScorer(models.others["teachers"][name]).logprobs(flat, self.settings.sampling.temperature))
+            for trajectory, datums in zip(trajectories, datums_N, strict=True):
+                masks = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+                gap_T = np.concatenate([d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m] for d, m in zip(datums, masks, strict=True)])
+                credit_T = -_with_later(gap_T, self.how.kl_discount)
+                trajectory.advantage = float(credit_T.mean())
+                gaps.append(gap_T)
+                for datum, mask, part in zip(datums, masks, np.split(credit_T, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
+                    advantages = np.zeros(len(mask), dtype=np.float32)
+                    advantages[mask] = part
+                    datum.loss_fn_inputs["advantages"] = TensorData(advantages)
+            found += flat
+        every = np.concatenate(gaps).astype(np.float64)
+        # of one sequence: the sum of its tokens' gaps is an unbiased estimate of KL(student || teacher) over whole answers
+        self._metrics = {"teacher/kl_per_token": float(every.mean()), "teacher/kl_per_answer": float(every.sum() / len(gaps))}
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ off-policy
+
+    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+        """Sequences with soft targets [T, K + 1]: the teacher's likeliest tokens, and in the last column the answer's own."""
+        by_teacher: dict[str, list[Problem]] = {}
+        for row in rows:
+            by_teacher.setdefault(teacher_of(models, row.tag), []).append(row)
+        found: list[Datum] = []
+        for name, members in by_teacher.items():
+            client = models.others["teachers"][name]
+            if self.how.learn_from == "data":
+                plain = [response_datum(row, renderer) for row in members]
+            else:
+                plain = self._sampled(members, renderer, client, seed)
+            how = self.how
+            found += soft_targets(client, plain, top_k=how.teacher_top_k, alpha=how.alpha, temperature=how.distill_temperature)
+        return found
+
+    def _sampled(self, rows: Sequence[Problem], renderer: Any, teacher: SamplingClient, seed: int) -> list[Datum]:
+        """The teacher's answers to the rows, as supervised datums."""
+        from rl.sampler import Request
+
+        sampling = self.settings.sampling
+        params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, stop=renderer.get_stop_sequences())
+        prompts = [renderer.build_generation_prompt(row.messages).to_ints() for row in rows]
+        requests = [
+            Request(prompt=prompt, num_samples=self.group_size, params=params, seed=seed, problem=row.index, first_index=self.group_size * i)
+            for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
+        ]
+        responses, _ = teacher.sample_many(requests).result()
+        return [
+            supervised_datum([*prompt, *sequence.tokens], [0.0] * len(prompt) + [1.0] * len(sequence.tokens))
+            for prompt, response in zip(prompts, responses, strict=True)
+            for sequence in response.sequences
+        ]
+
+    # ---------------------------------------------------------------------------------------------------------- both
+
+    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+        """On-policy: importance sampling, the mean over tokens. Off-policy: the mixture, as `optim/loss`, `optim/kl`, `optim/ce`."""
+        settings = self.settings
+        if self.online:
+            metrics = one_pass(
+                models,
+                datums,
+                loss="importance_sampling",
+                config={"temperature": settings.sampling.temperature},
+                normalise="tokens",
+                optim=settings.optim,
+                loop=settings.loop,
+                progress=progress,
+                peak=settings.learning_rate,
+            )
+            return {**metrics, **self._metrics}
+        params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
+        sums: dict[str, float] = {}
+        norms = []
+        for part in substeps(datums, settings.optim.num_substeps):
+            for name, value in self._mixture(models, part).items():
+                sums[name] = sums.get(name, 0.0) + value
+            update = models.policy.optim_step(params).result().metrics or {}
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        tokens = sums["tokens"]
+        metrics = {"optim/lr": params.learning_rate, "optim/loss": sums["loss"] / tokens, "optim/tokens": tokens}
+        metrics |= {f"optim/{name}": sums[name] / tokens for name in ("kl", "ce") if name in sums}
+        metrics["optim/grad_norm"] = max(norms)
+        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
+
+    def _mixture(self, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
+        """Accumulates the gradient of an optimizer step; sums over its tokens.
+
+        Two temperatures are two forwards: the soft columns at T, the answer's own at 1.
+        """
+        alpha, t = self.how.alpha, self.how.distill_temperature
+        tokens = sum(int((d.loss_fn_inputs["weights"].array != 0).any(1).sum()) for d in datums)
+        sums: dict[str, float] = {"tokens": tokens, "loss": 0.0}
+        pending = {}
+        if alpha > 0:
+            soft = [_columns(d, slice(None, -1)) for d in datums]
+            pending["kl"] = models.policy.forward_backward(soft, "cross_entropy", {"temperature": t}, divisor=tokens)
+        if alpha < 1:
+            hard = [_columns(d, slice(-1, None)) for d in datums]
+            pending["ce"] = models.policy.forward_backward(hard, "cross_entropy", {"temperature": 1.0}, divisor=tokens)
+        for name, future in pending.items():
+            value = future.result().metrics["loss:sum"]
+            if name == "kl":  # cross-entropy to the teacher, less the teacher's entropy
+                weights = np.concatenate([d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]).astype(np.float64)
+                p = weights / (alpha * t**2)
+                value += alpha * t**2 * float((p * np.log(np.where(p > 0, p, 1.0))).sum())
+            sums[name] = value / (alpha * t**2 if name == "kl" else 1 - alpha)
+            sums["loss"] += value
+        return sums
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _with_later(gap_T: np.ndarray, discount: float) -> np.ndarray:
+    """Each token's gap plus those after it, `discount` less for each step."""
+    if discount == 0.0:
+        return gap_T
+    total, backwards = 0.0, []
+    for gap in gap_T[::-1].astype(np.float64):
+        total = float(gap) + discount * total
+        backwards.append(total)
+    return np.asarray(backwards[::-1])
+
+
+def _columns(datum: Datum, which: slice) -> Datum:
+    """A datum with some columns of its soft targets."""
+    return Datum(datum.model_input, {name: data.array[:, which] for name, data in datum.loss_fn_inputs.items()})
+
+
+def soft_targets(teacher: SamplingClient, datums: Sequence[Datum], *, top_k: int, alpha: float, temperature: float) -> list[Datum]:
+    """Supervised datums with targets and weights [T, K + 1].
+
+    Columns 0 to K - 1: the teacher's K likeliest tokens x_k with weight alpha T^2 p_k, p = softmax over them of log p / T.
+    Column K: the token itself with weight 1 - alpha. Positions of weight 0 keep weight 0. alpha 0 asks no teacher (K = 1).
+    """
+    from rl.sampler import Request
+
+    if alpha == 0.0:
+        pairs_D: list[Any] = [[[(0, 0.0)]] * d.model_input.length for d in datums]
+    else:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        requests = [Request(prompt=full_tokens(d), params=params, topk_prompt_logprobs=top_k) for d in datums]
+        responses, _ = teacher.sample_many(requests).result()
+        pairs_D = [(response.topk_prompt_logprobs or [])[1:] for response in responses]
+    found = []
+    for datum, pairs_T in zip(datums, pairs_D, strict=True):
+        mask = datum.loss_fn_inputs["weights"].array != 0
+        tokens_TK = np.asarray([[token for token, _ in pairs] for pairs in pairs_T], dtype=np.int64)
+        scaled_TK = np.asarray([[logp for _, logp in pairs] for pairs in pairs_T], dtype=np.float64) / temperature
+        p_TK = np.exp(scaled_TK - scaled_TK.max(1, keepdims=True))
+        p_TK *= (alpha * temperature**2) * mask[:, None] / p_TK.sum(1, keepdims=True)
+        targets = np.concatenate([tokens_TK, datum.loss_fn_inputs["target_tokens"].array[:, None]], axis=1)
+        weights = np.concatenate([p_TK, ((1 - alpha) * mask)[:, None]], axis=1)
+        found.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights.astype(np.float32)}))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- teachers
+
+
+def named_teachers(settings: DistillSettings) -> dict[str, str]:
+    """Data set ("" : all others) to teacher. Raises UserError where none is named, or one data set has two."""
+    found: dict[str, str] = {}
+    for word in settings.distillation.teacher:
+        tag, equals, where = word.partition("=")
+        tag, where = (tag, where) if equals else ("", word)
+        if tag in found:
+            raise UserError(f"two teachers for {tag or 'all data sets'}: {found[tag]} and {where}; with several data sets write DATASET=TEACHER")
+        found[tag] = where
+    if not found:
+        raise UserError("distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name")
+    return found
+
+
+def teacher_of(models: Models, tag: str) -> str:
+    """The name under which the teacher of a data set stands in `models.others["teachers"]`."""
+    return tag if tag in models.others["teachers"] else ""
+
+
+def clients(settings: DistillSettings, hosts: Hosts) -> dict[str, Any]:
+    """The teachers by data set, each of the student's vocabulary; a teacher named twice is loaded once."""
+    named = named_teachers(settings)
+    missing, unknown = [tag for tag in hosts.tags if tag not in named and "" not in named], sorted(set(named) - {"", *hosts.tags})
+    if missing or unknown:
+        what = f"no teacher for the data set {missing[0]}" if missing else f"no data set is called {unknown[0]}"
+        raise UserError(f"{what}: --teacher names one for {', '.join(named)}, and the data sets are {', '.join(hosts.tags)}")
+    loaded = {where: hosts.load(where) for where in dict.fromkeys(named.values())}
+    for where, teacher in loaded.items():
+        check_vocabulary(hosts.policy, teacher, f"teacher {where}")
+    return {"teachers": {tag: loaded[where] for tag, where in named.items()}}
+
+
+def reads(settings: DistillSettings) -> tuple[str, ...]:
+    return ("response",) if settings.distillation.learn_from == "data" else ()

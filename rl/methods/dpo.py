@@ -1,0 +1,207 @@
+"""DPO: learn from pairs of answers which of two is preferred, without a reward model (Rafailov et al., arXiv 2305.18290).
+
+The losses, DPO with its conservative form and IPO, stand in rl.pair_losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.datums import action_tokens, supervised_datum
+from rl.methods.base import EvaluatesRows, Hosts, Models, Progress, adam_params, substeps
+from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
+from rl.types import Datum, Problem, TensorData
+
+ACCURACY = "test/rewards/accuracies"
+_AT_ONCE = 512  # datums scored in one call when the reference is precomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSettings:
+    """How a preference becomes a gradient."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularisation tau."""
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""
+    label_smoothing: float = 0.0
+    """Chance that a label is wrong, below 0.5 (conservative DPO); with loss dpo."""
+    length_normalise: bool | None = None
+    """Margins of means over an answer's tokens instead of sums; by default with ipo alone, as its authors do."""
+    reference_model: str | None = None
+    """A run's folder, model folder, hub name or earlier stage of the recipe to hold the policy to; by default the policy as it was before the first step (under a fresh LoRA adapter: the base with the adapter off, which takes no memory)."""
+    reference_free: bool = False
+    """No reference: rewards are beta log policy."""
+    precompute_reference: bool = False
+    """Score every row by the reference once, before the first step, and give its memory back; else each batch as it comes."""
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta is positive, such as 0.1, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing is the chance of a wrong label, from 0 to below 0.5, got {self.label_smoothing}")
+        if self.label_smoothing and self.loss != "dpo":
+            raise ValueError(f"label_smoothing belongs to loss dpo, and the loss is {self.loss}")
+        if self.reference_free and (self.precompute_reference or self.reference_model):
+            other = "reference_model" if self.reference_model else "precompute_reference"
+            raise ValueError(f"reference_free means no reference, and {other} asks for one: give one of them")
+
+
+def _loop() -> LoopSettings:
+    return LoopSettings(keep_best=ACCURACY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSettings:
+    """Direct preference optimization: learn which of two answers is preferred."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
+    preference: PreferenceSettings = field(default_factory=PreferenceSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: LoopSettings = field(default_factory=_loop)
+
+    def __post_init__(self) -> None:
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (5e-6 if self.model.lora_rank else 5e-7)
+
+
+class Dpo(EvaluatesRows):
+    """The hooks of `dpo`."""
+
+    online = False
+    headline = ACCURACY
+
+    def __init__(self, settings: DpoSettings):
+        self.settings = settings
+        self._reference: dict[tuple[int, ...], np.ndarray] = {}  # precomputed, by the tokens of a prompt and answer
+
+    def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
+        """With precompute_reference: scores all rows in an order that a resume does not change, and lets the reference go."""
+        if not self.settings.preference.precompute_reference:
+            return
+        pairs = {key: datum for row in rows for datum in pair_datums(row, renderer) if (key := tuple(full_tokens(datum)))}
+        keys, datums = list(pairs), list(pairs.values())
+        for i in range(0, len(keys), _AT_ONCE):
+            found = models.reference.logprobs(datums[i : i + _AT_ONCE])
+            self._reference.update(zip(keys[i : i + _AT_ONCE], found, strict=True))
+        models.others.pop("reference").release()
+
+    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+        """Two datums a row, the preferred answer's first, with the reference's logprobs of their tokens."""
+        pairs = [datum for row in rows for datum in pair_datums(row, renderer)]
+        settings = self.settings.preference
+        if settings.reference_free:
+            return pairs
+        if settings.precompute_reference:
+            scored = [self._precomputed(datum) for datum in pairs]
+        else:
+            scored = models.reference.logprobs(pairs)
+        for datum, logprobs in zip(pairs, scored, strict=True):
+            datum.loss_fn_inputs["ref_logprobs"] = TensorData(logprobs, "float32")
+        return pairs
+
+    def _precomputed(self, datum: Datum) -> np.ndarray:
+        found = self._reference.get(tuple(full_tokens(datum)))
+        if found is None:
+            raise ValueError("a row is trained on that was not to be foreseen (a curriculum by success?): leave out precompute_reference")
+        return found
+
+    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+        """One pass over the pairs; `optim/loss` and `rewards/...` are means over them, taken before each update."""
+        settings = self.settings
+        params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
+        pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
+        sums: dict[str, float] = {}
+        norms = []
+        for part in substeps(pairs, settings.optim.num_substeps):
+            flat = [datum for pair in part for datum in pair]
+            forward = models.policy.forward_backward(flat, settings.preference.loss, self._config(), divisor=len(part))
+            update = models.policy.optim_step(params).result().metrics or {}
+            for name, value in forward.result().metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        found = pair_metrics(sums)
+        metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": max(norms)}
+        metrics["optim/tokens"] = action_tokens(datums)
+        if sums["skipped"]:
+            metrics["optim/skipped_nonfinite"] = sums["skipped"]
+        return metrics
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """The same means on held-out pairs, as `test/loss` and `test/rewards/...`."""
+        pairs = self.datums(rows, renderer, models, 0)
+        output = models.policy.forward(pairs, self.settings.preference.loss, self._config()).result()
+        return {f"test/{name}": value for name, value in pair_metrics(output.metrics).items()}
+
+    def _config(self) -> dict[str, float]:
+        settings = self.settings.preference
+        config = {"beta": settings.beta}
+        if settings.length_normalise is not None:
+            config["length_normalise"] = float(settings.length_normalise)
+        if settings.loss == "dpo":
+            config["label_smoothing"] = settings.label_smoothing
+        return config
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def pair_datums(row: Problem, renderer: Any) -> list[Datum]:
+    """The preferred answer and the other as two datums, whose `mask` is 1 on the tokens of the answer and its end."""
+    datums = []
+    for answer in (row.response, row.rejected):
+        if answer is None:
+            raise ValueError(f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer")
+        model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+        datum = supervised_datum(model_input.to_ints(), weights)
+        datum.loss_fn_inputs["mask"] = datum.loss_fn_inputs.pop("weights")
+        datums.append(datum)
+    return datums
+
+
+def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """A pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`, `accuracies`, `logps/...`."""
+    pairs = max(1.0, sums.get("pairs:sum", 0.0))
+    mean = {name: sums.get(f"{name}:sum", 0.0) / pairs for name in ("loss", "chosen_rewards", "rejected_rewards", "ranked_right")}
+    return {
+        "loss": mean["loss"],
+        "rewards/chosen": mean["chosen_rewards"],
+        "rewards/rejected": mean["rejected_rewards"],
+        "rewards/margins": mean["chosen_rewards"] - mean["rejected_rewards"],
+        "rewards/accuracies": mean["ranked_right"],
+        "logps/chosen": sums.get("chosen_logps:sum", 0.0) / pairs,
+        "logps/rejected": sums.get("rejected_logps:sum", 0.0) / pairs,
+    }
+
+
+def clients(settings: DpoSettings, hosts: Hosts) -> dict[str, Any]:
+    """The reference, unless there is none."""
+    preference = settings.preference
+    if preference.reference_free:
+        return {}
+    if preference.reference_model is None:
+        return {"reference": hosts.beginning()}
+    reference = hosts.load(preference.reference_model)
+    check_vocabulary(hosts.policy, reference, f"reference {preference.reference_model}")
+    return {"reference": FrozenScorer(reference)}
+
+
+def weights(settings: DpoSettings) -> list[str]:
+    named = settings.preference.reference_model
+    return [] if named is None else [named]

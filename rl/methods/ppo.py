@@ -1,0 +1,334 @@
+"""PPO: several clipped epochs on each batch, credited token by token against a learned value (Schulman et al., arXiv 1707.06347).
+
+An episode's rewards stand on the last token of each turn, the price of KL to the reference on every token (Ziegler et al.,
+arXiv 1909.08593); generalised advantage estimation (arXiv 1506.02438) runs over the action tokens alone, across observations
+and the datums of one episode. The value is a head on the policy, or a critic of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.advantages import token_advantages
+from rl.datums import action_tokens, trajectory_to_datums
+from rl.kl import AdaptiveKL, gaps, kl_metrics
+from rl.methods.base import Hosts, Models, Progress, adam_params, divisor, sampler_against_learner, with_fields
+from rl.methods.episode import EpisodeTokens
+from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
+from rl.seeds import derive_seed
+from rl.settings import (
+    DataSettings,
+    KlSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    SamplingSettings,
+    ShapingSettings,
+)
+from rl.shaping import RewardShaper
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoOptions:
+    """How rewards become gradients."""
+
+    group_size: int = 1
+    """Answers sampled for each problem."""
+    epochs: int = 4
+    """Passes over each batch; num_substeps is the number of minibatches of each."""
+    clip: float = 0.2
+    """Ratios outside 1 - clip to 1 + clip earn no gradient where that would take them further out."""
+    target_kl: float | None = 0.01
+    """No further epoch once KL(old policy || new), measured anew after each, is above this; None: all epochs."""
+    gamma: float = 1.0
+    """Discount a token."""
+    gae_lambda: float = 0.95
+    """Of generalised advantage estimation: 1 is return minus value, 0 one-step."""
+    truncated: Literal["bootstrap", "end"] = "bootstrap"
+    """An answer cut off by max_tokens: go on with the value at its end, or count it as ended there."""
+    normalise_advantages: bool = True
+    """Advantages to mean 0 and std 1 over the actions of a batch."""
+    value_coef: float = 0.1
+    """Weight of the value loss, where the value is a head on the policy."""
+    value_clip: float | None = 0.2
+    """A value that moved further than this from its old one earns no further gradient away; None: no clipping."""
+    entropy_coef: float = 0.01
+    """Weight of the entropy bonus."""
+    critic_model: str | None = None
+    """A value model of its own: a hub name, a folder, tiny:<preset>, or "policy" for the weights the stage begins from. By default a head on the policy."""
+    critic_learning_rate: float | None = None
+    """Of the critic; by default the policy's."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} lies from 0 to 1, got {getattr(self, name)}")
+        if not 0 < self.clip < 1:
+            raise ValueError(f"clip lies between 0 and 1, such as 0.2 for ratios from 0.8 to 1.2, got {self.clip}")
+        for name in ("target_kl", "value_clip", "critic_learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is positive, or left out, got {value}")
+        for name in ("value_coef", "entropy_coef"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoSettings:
+    """Proximal policy optimization: sample, credit every token against a learned value, and take several clipped steps."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    kl: KlSettings = field(default_factory=lambda: KlSettings(kl_coef=0.1))
+    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
+    ppo: PpoOptions = field(default_factory=PpoOptions)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        if self.learned.comparison_model is not None and self.ppo.group_size == 1:
+            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
+        if self.sampling.dynamic_sampling:
+            raise ValueError("dynamic_sampling looks for groups whose answers differ in reward, and ppo compares none: leave it at 0")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+
+
+def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
+    """The reference, the critic and the model that rewards, where the settings ask for them."""
+    found: dict[str, Any] = {**hosts.rewards(settings.learned)}
+    named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
+    if _kl(settings).active:
+        if named is None:
+            found["reference"] = hosts.beginning()
+        else:
+            reference = hosts.load(named)
+            check_vocabulary(hosts.policy, reference, f"reference {named}")
+            found["reference"] = FrozenScorer(reference)
+    if critic_model is not None:
+        found["critic"] = hosts.critic(critic_model)
+        check_vocabulary(hosts.policy, found["critic"], f"critic {critic_model}")
+    return found
+
+
+def weights(settings: PpoSettings) -> list[str]:
+    named = settings.kl.reference_model
+    return [*([] if named is None or not _kl(settings).active else [named]), *settings.learned.named]
+
+
+def has_value_head(settings: PpoSettings) -> bool:
+    """Whether the value is a head on the policy."""
+    return settings.ppo.critic_model is None
+
+
+def _kl(settings: PpoSettings) -> AdaptiveKL:
+    return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
+
+
+class Ppo:
+    """The hooks of `ppo`."""
+
+    online = True
+
+    def __init__(self, settings: PpoSettings):
+        self.settings = settings
+        self.group_size = settings.ppo.group_size
+        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+        self.kl = _kl(settings)
+        self._credited: dict[str, float] = {}  # metrics of credit, for the learn that follows
+
+    # ------------------------------------------------------------------------------------------------------------ credit
+
+    def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Datums with `advantages`, `returns` and `values_old` at each action (and `ref_logprobs` for a KL in the loss)."""
+        how = self.settings.ppo
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+        rewards_I_N = [steps for rewards_G_N in self.shaper.steps(groups) for steps in rewards_G_N]
+        parts_I = [_datums(trajectory) for trajectory in trajectories]
+        flat = [datum for parts in parts_I for datum in parts]
+        whole = [ModelInput.from_ints(full_tokens(datum)) for datum in flat]
+        values_D = iter((models.critic or models.policy).compute_values(whole).result())
+        fields, charges = self._reference(flat, models)
+        charges_D = iter(charges)
+        credited: list[Datum] = []
+        for trajectory, parts, rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
+            episode = EpisodeTokens(parts, [len(turn.ac.tokens) for turn in trajectory.transitions])
+            own_values = [next(values_D) for _ in parts]
+            rewards = episode.rewards(rewards_N) - episode.actions([next(charges_D) for _ in parts])
+            values = episode.actions(own_values)
+            bootstrap = float(own_values[-1][-1]) if how.truncated == "bootstrap" and _is_cut_off(trajectory) else 0.0
+            advantages = token_advantages(rewards, values, gamma=how.gamma, lam=how.gae_lambda, bootstrap=bootstrap)
+            trajectory.advantage = float(advantages.mean())
+            credited += episode.datums(advantages=advantages, returns=advantages + values, values_old=values)
+        credited = [with_fields(d, **extra) for d, extra in zip(credited, fields, strict=True)]
+        self._credited |= _value_metrics(credited)
+        return _normalised(credited) if how.normalise_advantages else credited
+
+    def _reference(self, datums: Sequence[Datum], models: Models) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """(fields to add to each datum, what each token is charged for its divergence from the reference)."""
+        self._credited = {}
+        if not self.kl.active:
+            return [{} for _ in datums], [np.zeros(d.model_input.length) for d in datums]
+        ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
+        gaps_D = gaps(datums, ref_D)
+        self._credited = {**kl_metrics(datums, gaps_D), "optim/kl_coef": self.kl.coefficient}
+        if self.settings.kl.kl_in == "loss":
+            masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
+            fields = [{"ref_logprobs": np.where(mask, ref, 0.0)} for mask, ref in zip(masks, ref_D, strict=True)]
+            return fields, [np.zeros(d.model_input.length) for d in datums]
+        return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
+
+    # ------------------------------------------------------------------------------------------------------------- learn
+
+    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+        """Epochs of minibatches, until the policy is target_kl away from the one that sampled. Then kl_coef is adapted."""
+        settings, how = self.settings, self.settings.ppo
+        params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
+        temperature = {"temperature": settings.sampling.temperature}
+        tally = _Tally()
+        moved: dict[str, float] = {}
+        for epoch in range(how.epochs):
+            for i, part in enumerate(_minibatches(datums, settings.optim.num_substeps, progress.batch, epoch)):
+                output = self._update(models, part, params, tally)
+                if epoch == 0 and i == 0:
+                    tally.metrics |= sampler_against_learner(part, [o["logprobs"].array for o in output.loss_fn_outputs])
+            after = models.policy.forward(datums, "importance_sampling", temperature).result()
+            now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
+            moved = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
+            if how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl:
+                break
+        metrics = {"optim/lr": params.learning_rate, **tally.summary(), **moved, **self._credited, **self.shaper.metrics}
+        metrics |= {"optim/epochs": epoch + 1, "optim/tokens": action_tokens(datums)}
+        if "optim/kl_ref_k3" in metrics:
+            self.kl.update(metrics["optim/kl_ref_k3"])
+        return metrics
+
+    def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: _Tally) -> ForwardBackwardOutput:
+        """One minibatch: an optimizer step of the policy, and one of the critic."""
+        how, size = self.settings.ppo, divisor(part, "tokens")
+        forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
+        update = models.policy.optim_step(params)
+        if models.critic is not None:
+            config = {} if how.value_clip is None else {"value_clip": how.value_clip}
+            rate = how.critic_learning_rate
+            ratio = 1.0 if rate is None else rate / self.settings.learning_rate
+            value = models.critic.forward_backward(part, "value", config, divisor=size)
+            step = models.critic.optim_step(replace(params, learning_rate=params.learning_rate * ratio))
+            tally.add("critic_", value.result().metrics, step.result().metrics or {}, size)
+        output = forward.result()
+        tally.add("", output.metrics, update.result().metrics or {}, size)
+        return output
+
+    def _config(self, models: Models) -> dict[str, Any]:
+        how, kl = self.settings.ppo, self.settings.kl
+        config: dict[str, Any] = {"temperature": self.settings.sampling.temperature, "entropy_coef": how.entropy_coef}
+        config |= {"clip_low_threshold": 1 - how.clip, "clip_high_threshold": 1 + how.clip}
+        if models.critic is None:
+            config["value_coef"] = how.value_coef
+            if how.value_clip is not None:
+                config["value_clip"] = how.value_clip
+        if self.kl.active and kl.kl_in == "loss":
+            config |= {"kl_coef": self.kl.coefficient, "kl_kind": kl.kl_kind}
+        return config
+
+    # ------------------------------------------------------------------------------------------------------------- state
+
+    def state(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl.coefficient, "reward_statistics": self.shaper.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl.coefficient = state["kl_coef"]
+        self.shaper.load_state(state["reward_statistics"])
+
+
+def _datums(trajectory: Trajectory) -> list[Datum]:
+    trajectory.advantage, trajectory.advantages_N = 0.0, None  # not known yet
+    return trajectory_to_datums(trajectory)
+
+
+def _is_cut_off(trajectory: Trajectory) -> bool:
+    return trajectory.transitions[-1].ac.stop_reason == "length"
+
+
+def _at_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
+    found = [d.loss_fn_inputs[name].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+    return np.concatenate(found).astype(np.float64)
+
+
+def _value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
+    """How well the old values foretold the returns: 1 - var(R - V) / var(R), 1 is perfectly and 0 no better than their mean."""
+    returns, values = _at_actions(datums, "returns"), _at_actions(datums, "values_old")
+    spread = float(returns.var())
+    explained = 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
+    return {"optim/value": float(values.mean()), "optim/return": float(returns.mean()), "optim/explained_variance": explained}
+
+
+def _normalised(datums: Sequence[Datum]) -> list[Datum]:
+    """Advantages to mean 0 and std 1 over all actions."""
+    every = _at_actions(datums, "advantages")
+    found = []
+    for datum in datums:
+        inputs = datum.loss_fn_inputs
+        scaled = (inputs["advantages"].array - every.mean()) / (every.std() + 1e-8)
+        found.append(with_fields(datum, advantages=np.where(inputs["mask"].array != 0, scaled, 0.0)))
+    return found
+
+
+def _minibatches(datums: Sequence[Datum], n: int, batch: int, epoch: int) -> list[list[Datum]]:
+    """The datums dealt out at random over n minibatches, anew in each epoch; neighbours stay in order, to share prompts."""
+    order = np.random.default_rng(derive_seed("minibatches", batch, epoch)).permutation(len(datums))
+    parts = [[datums[i] for i in sorted(order[k::n])] for k in range(n)]
+    return [part for part in parts if part]
+
+
+class _Tally:
+    """What the updates of a batch add up to."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+        self._norms: dict[str, float] = {}
+        self._skipped = self._updates = 0.0
+        self._tokens = 0.0
+
+    def add(self, who: str, metrics: Mapping[str, float], update: Mapping[str, float], tokens: float) -> None:
+        """`who`: "" for the policy, "critic_"."""
+        for name, value in metrics.items():
+            if name.endswith(":sum"):
+                key = who + name.removesuffix(":sum")
+                self._sums[key] = self._sums.get(key, 0.0) + value
+        self._norms[who] = max(self._norms.get(who, 0.0), update["grad_norm"])
+        self._skipped += update.get("skipped_nonfinite", 0.0)
+        if not who:
+            self._tokens, self._updates = self._tokens + tokens, self._updates + 1
+
+    def summary(self) -> dict[str, float]:
+        """Means over the tokens of all updates, the largest gradient norms, the number of updates."""
+        sums = {name.removeprefix("critic_"): value for name, value in self._sums.items() if name != "critic_loss"}
+        names = {"policy_loss": "policy_loss", "value_loss": "value_loss", "entropy": "policy_entropy", "value_clipped": "value_clip_frac"}
+        found = {f"optim/{shown}": sums[name] / self._tokens for name, shown in names.items() if name in sums}
+        active = max(1.0, sums.get("active_tokens", 0.0))
+        found["optim/loss"] = sums["loss"] / self._tokens
+        found["optim/clip_frac"] = (sums.get("clipped_low", 0.0) + sums.get("clipped_high", 0.0)) / active
+        found |= {f"optim/{who}grad_norm": norm for who, norm in self._norms.items()}
+        found["optim/substeps"] = self._updates
+        if self._skipped:
+            found["optim/skipped_nonfinite"] = self._skipped
+        return {**self.metrics, **found}

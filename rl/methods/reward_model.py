@@ -1,0 +1,194 @@
+"""A reward model from pairs of answers of which one is preferred, in one of two forms.
+
+scalar: a head that gives every answer a number r, with P(first preferred) = sigmoid(r_1 - r_2) (Bradley and Terry 1952).
+comparison: the language model itself, shown both answers, learns to say which is better, A or B (rl.comparison).
+Either is put into the loop by `rlhf`, `grpo` or `ppo`: --reward-model, or --comparison-model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.comparison import Comparison, ComparisonModel, comparison_messages, swapped
+from rl.datums import action_tokens, supervised_datum
+from rl.methods.base import EvaluatesRows, Models, Progress, adam_params, one_pass, substeps
+from rl.metrics import calibration_error
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
+from rl.types import Datum, ModelInput, Problem, TensorData
+
+ACCURACY = "test/rewards/accuracies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelling:
+    """What is learnt from a pair."""
+
+    form: Literal["scalar", "comparison"] = "scalar"
+    """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""
+    centre_coef: float = 0.0
+    """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only where 0 lies."""
+
+    def __post_init__(self) -> None:
+        if not self.centre_coef >= 0:
+            raise ValueError(f"centre_coef is at least 0, got {self.centre_coef}")
+        if self.centre_coef and self.form != "scalar":
+            raise ValueError(f"centre_coef belongs to form scalar, and the form is {self.form}")
+
+
+def _loop() -> LoopSettings:
+    return LoopSettings(keep_best=None)  # best weights are kept without their value head
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings:
+    """Reward modelling: learn to tell which of two answers is preferred."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
+    reward_modelling: RewardModelling = field(default_factory=RewardModelling)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: LoopSettings = field(default_factory=_loop)
+
+    def __post_init__(self) -> None:
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        if self.data.reward is not None or self.data.rewards:
+            raise ValueError("a reward model samples no answers that a reward could score: leave reward and rewards out")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (1e-4 if self.model.lora_rank else 1e-5)
+
+
+def has_value_head(settings: RewardModelSettings) -> bool:
+    return settings.reward_modelling.form == "scalar"
+
+
+class BradleyTerry(EvaluatesRows):
+    """The hooks of `reward_model`."""
+
+    online = False
+    headline = ACCURACY
+
+    def __init__(self, settings: RewardModelSettings):
+        self.settings = settings
+        self.scalar = has_value_head(settings)
+
+    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+        """scalar: two a row, the preferred answer's first. comparison: two a row, the pair in both orders."""
+        make = scored_pair if self.scalar else compared_pair
+        return [datum for row in rows for datum in make(row, renderer)]
+
+    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+        """One pass; `optim/loss` is a mean over pairs (scalar) or over the tokens of the verdict (comparison)."""
+        settings = self.settings
+        if not self.scalar:
+            shared = {"optim": settings.optim, "loop": settings.loop, "progress": progress, "peak": settings.learning_rate}
+            return one_pass(models, datums, loss="cross_entropy", config={}, normalise="tokens", **shared)
+        params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
+        pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
+        sums: dict[str, float] = {}
+        norms = []
+        for part in substeps(pairs, settings.optim.num_substeps):
+            flat = [datum for pair in part for datum in pair]
+            forward = models.policy.forward_backward(flat, "bradley_terry", self._config(), divisor=len(part))
+            update = models.policy.optim_step(params).result().metrics or {}
+            for name, value in forward.result().metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        metrics = {"optim/lr": params.learning_rate, **_training_metrics(sums), "optim/grad_norm": max(norms)}
+        metrics["optim/tokens"] = action_tokens(datums)
+        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
+
+    def _config(self) -> dict[str, float]:
+        return {"centre_coef": self.settings.reward_modelling.centre_coef}
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """On held-out pairs: `test/loss` (-log P of the preference), accuracy, margin, and how far P is from the truth."""
+        if self.scalar:
+            whole = [datum.model_input for row in rows for datum in scored_pair(row, renderer)]
+            scores = np.array([float(values[-1]) for values in models.policy.compute_values(whole).result()])
+            return {**_scores(scores[0::2], scores[1::2]), **preference_metrics(scores[0::2] - scores[1::2])}
+        sampler = models.policy.save_weights_and_get_sampling_client()
+        verdicts = ComparisonModel(sampler, renderer).verdicts([_comparison(row) for row in rows])
+        sampler.release()
+        wins, losses = (np.array([getattr(verdict, side) for verdict in verdicts]) for side in ("first", "second"))
+        metrics = preference_metrics(np.log(wins) - np.log(losses))
+        metrics["test/comparison/tie"] = float(np.mean([verdict.tie for verdict in verdicts]))
+        metrics["test/comparison/consistent"] = float(np.mean([verdict.consistent for verdict in verdicts]))
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
+    """The preferred answer and the other, each whole (its end mark included): the value is read at the last position.
+
+    The mask tells where the prompt ends, so that it can be shared; what the last position would predict is of no concern.
+    """
+    datums = []
+    for answer in _pair(row):
+        model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+        tokens = model_input.to_ints()
+        fields = {"target_tokens": [*tokens[1:], 0], "mask": [*weights[1:], 1.0]}
+        datums.append(Datum(ModelInput.from_ints(tokens), {name: TensorData(value) for name, value in fields.items()}))
+    return datums
+
+
+def compared_pair(row: Problem, renderer: Any) -> list[Datum]:
+    """Supervised datums of the verdict, with the preferred answer shown first and shown second."""
+    one = _comparison(row)
+    examples = [
+        renderer.build_supervised_example([*comparison_messages(shown), {"role": "assistant", "content": label}])
+        for shown, label in ((one, "A"), (swapped(one), "B"))
+    ]
+    return [supervised_datum(model_input.to_ints(), weights) for model_input, weights in examples]
+
+
+def _pair(row: Problem) -> tuple[str, str]:
+    if row.response is None or row.rejected is None:
+        raise ValueError(f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer")
+    return row.response, row.rejected
+
+
+def _comparison(row: Problem) -> Comparison:
+    return Comparison(row.messages, *_pair(row))
+
+
+def _training_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    pairs = max(1.0, sums["pairs:sum"])
+    chosen, rejected = sums["chosen_rewards:sum"] / pairs, sums["rejected_rewards:sum"] / pairs
+    return {
+        "optim/loss": sums["loss:sum"] / pairs,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": sums["ranked_right:sum"] / pairs,
+    }
+
+
+def _scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    return {"test/rewards/chosen": float(chosen.mean()), "test/rewards/rejected": float(rejected.mean())}
+
+
+def preference_metrics(margins: np.ndarray) -> dict[str, float]:
+    """Of log odds [P] that the model gives to the preferred answers: loss, margin, accuracy (a tie is half), calibration."""
+    right = (np.sign(margins) + 1) / 2
+    sure = 1 / (1 + np.exp(-np.abs(margins)))
+    return {
+        "test/loss": float(np.logaddexp(0.0, -margins).mean()),
+        "test/rewards/margins": float(margins.mean()),
+        ACCURACY: float(right.mean()),
+        "test/rewards/calibration_error": calibration_error(sure.tolist(), right.tolist()),
+    }

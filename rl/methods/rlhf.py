@@ -1,0 +1,34 @@
+"""RLHF: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155), which is PPO with another source of rewards.
+
+The same model in GRPO's loop: train.py grpo --reward-model ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.errors import UserError
+from rl.methods import ppo
+from rl.methods.ppo import PpoSettings
+from rl.settings import DataSettings
+
+
+def _data() -> DataSettings:
+    return DataSettings(reward=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlhfSettings(PpoSettings):
+    """PPO on the scores of a reward model, held near the policy that it began from."""
+
+    data: DataSettings = field(default_factory=_data)
+
+
+def weights(settings: Any) -> list[str]:
+    if not settings.learned.named:
+        raise UserError(
+            "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model run's folder or one of its checkpoints "
+            "(or --comparison-model with a language model that compares answers)"
+        )
+    return ppo.weights(settings)

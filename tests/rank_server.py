@@ -1,0 +1,157 @@
+"""Starts runs of train.py on several gloo processes in an instant: everything is imported once here, and ranks are forks.
+
+Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "log"} starts a run and answers {"pids"};
+{"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher does beside that is tested with the launcher itself.
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+TRAIN = str(REPO / "train.py")
+
+
+def become_rank(order: dict, rank: int, port: int) -> int:
+    """In a fork: the environment that accelerate's launcher would give, then the script. Returns its exit code."""
+    world = order["world"]
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_MIXED_PRECISION": "no"})
+    os.environ.update(order.get("env", {}))
+    os.setpgid(0, 0)
+    os.chdir(order["cwd"])
+    log = os.open(f"{order['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    sys.argv = order["argv"]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(*modules: str) -> None:
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("transformers", "accelerate", "huggingface_hub", "safetensors.torch", "rl.run", "rl.entry", *modules):
+        importlib.import_module(name)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            pid, status = os.waitpid(order["wait"], os.WNOHANG)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status) if pid else None}), flush=True)
+            continue
+        port, pids = free_port(), []
+        for rank in range(order["world"]):
+            pid = os.fork()
+            if pid == 0:
+                sys.exit(become_rank(order, rank, port))
+            pids.append(pid)
+        print(json.dumps({"pids": pids}), flush=True)
+
+
+class Launch:
+    """A run under way: a process id and, once it has ended, an exit code for each rank."""
+
+    def __init__(self, server: "Ranks", pids: list[int], log: Path):
+        self.server, self.pids, self.log = server, pids, log
+        self.codes: list[int | None] = [None] * len(pids)
+
+    def poll(self) -> bool:
+        """Whether every rank has ended."""
+        for i, pid in enumerate(self.pids):
+            if self.codes[i] is None:
+                self.codes[i] = self.server.ask({"wait": pid})["code"]
+        return None not in self.codes
+
+    def kill(self, rank: int, how: int = signal.SIGKILL) -> None:
+        if self.codes[rank] is None:
+            os.kill(self.pids[rank], how)
+
+    def wait(self, seconds: float) -> list[int | None]:
+        """The exit codes; AssertionError with the logs, and nothing left running, where a rank goes on for longer."""
+        deadline = time.monotonic() + seconds
+        while not self.poll():
+            if time.monotonic() > deadline:
+                late = [i for i, code in enumerate(self.codes) if code is None]
+                for rank in late:
+                    os.kill(self.pids[rank], signal.SIGKILL)
+                raise AssertionError(f"ranks {late} have not ended after {seconds} s:\n{self.output()}")
+            time.sleep(0.01)
+        return self.codes
+
+    def output(self, rank: int | None = None) -> str:
+        ranks = range(len(self.pids)) if rank is None else [rank]
+        return "\n".join(f"[{r}] " + Path(f"{self.log}.{r}").read_text() for r in ranks if Path(f"{self.log}.{r}").exists())
+
+
+class Ranks:
+    """The server, in a process of its own. `tag`: in the environment of all that its runs start, to find what they left."""
+
+    def __init__(self, *modules: str):
+        self.tag, self.runs = f"rank-server-{os.getpid()}-{time.monotonic_ns()}", 0
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "WHETSTONE_TEST_TAG": self.tag}
+        words = [sys.executable, __file__, *modules]
+        self.process = subprocess.Popen(words, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert json.loads(self.process.stdout.readline() or "{}").get("ready"), "the server of ranks did not start"
+
+    def ask(self, order: dict) -> dict:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *words: str | Path, cwd: Path, world: int = 1, script: str = TRAIN, **env: str) -> Launch:
+        self.runs += 1
+        log = cwd / f"log-{self.runs}"
+        if world > 1 and "ACCELERATE_USE_DEEPSPEED" not in env:
+            env["ACCELERATE_USE_CPU"] = "true"
+        order = {"argv": [script, *map(str, words)], "cwd": str(cwd), "world": world, "env": env, "log": str(log)}
+        return Launch(self, self.ask(order)["pids"], log)
+
+    def left_behind(self) -> list[str]:
+        """Command lines of processes that runs started (rewards' workers, say) and that live on."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit() or int(folder.name) in (os.getpid(), self.process.pid):
+                continue
+            try:
+                if self.tag.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                pass  # it ended while we looked, or is another user's
+        return found
+
+    def nothing_left(self, seconds: float = 5.0) -> list[str]:
+        """What is left behind after at most so many seconds of grace: [] where all is well."""
+        deadline = time.monotonic() + seconds
+        while (left := self.left_behind()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(REPO), str(Path(__file__).resolve().parent)]
+    serve(*sys.argv[1:])

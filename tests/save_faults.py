@@ -1,0 +1,141 @@
+"""Run by test_crash_safety.py under LD_PRELOAD of faulty_disk.c: a save that goes wrong at its k-th disk operation, for every k.
+
+Usage: save_faults.py MODE FOLDER, MODE "kill" or "full". Each save is done by a forked child on a copy of a run's folder that holds the
+checkpoint of step 1; the parent then goes on as a resumed run would. Prints counts as JSON; a broken promise is an AssertionError.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+import torch  # noqa: E402
+from helpers import ADAM, make_worker, random_datums  # noqa: E402
+
+from rl import checkpoint  # noqa: E402
+from rl.futures import APIFuture  # noqa: E402
+from rl.jsonl import read_rows  # noqa: E402
+from rl.keeper import Keeper  # noqa: E402
+from rl.logbook import CHECKPOINTS, Logbook  # noqa: E402
+from rl.run import _remove_orphans  # noqa: E402
+from rl.types import SaveWeightsResponse  # noqa: E402
+
+DISK = ctypes.CDLL(None)
+KINDS = ("writes", "fsyncs", "renames", "removals")
+
+
+class Policy:
+    """What a Keeper asks of a TrainingClient, in this thread: a process that forks must have no others."""
+
+    def __init__(self, worker, folder: Path):
+        self.worker, self.folder = worker, folder
+
+    def save_state(self, name, metadata, beside=None):
+        from concurrent.futures import Future
+
+        done: Future = Future()
+        done.set_result(self.worker.save_state(0, str(self.folder / "checkpoints" / name), metadata, None))
+        return APIFuture(done, SaveWeightsResponse)
+
+
+class Console:
+    def warn(self, text):
+        raise AssertionError(f"a checkpoint that is noted must be whole: {text}")
+
+
+def save(worker, folder: Path, step: int) -> None:
+    """What a run does at the end of a step: a row of metrics, a checkpoint, its row, the older one removed."""
+    with open(os.devnull, "w"):
+        logbook = Logbook(folder, resume_step=step - 1)
+    logbook.log(step, {"stage": "grpo", "value": step})
+    Keeper(logbook).save(Policy(worker, folder), step, "grpo", {"next_batch": step}, keep_last=1)
+    logbook._metrics.close()  # not close(), which draws curves
+
+
+def update(worker, seed: int) -> None:
+    worker.forward_backward(0, random_datums(3, seed=seed), "ppo", {"temperature": 1.0}, 1.0, True)
+    worker.optim_step(0, ADAM)
+
+
+def digest(folder: Path, step: int) -> dict:
+    checkpoint.verify(folder / "checkpoints" / f"grpo-{step:06d}")
+    return json.loads((folder / "checkpoints" / f"grpo-{step:06d}" / checkpoint.MANIFEST).read_text())["files"]
+
+
+def in_child(worker, folder: Path, k: int, mode: int) -> int:
+    """The exit code of a save with a fault at operation k: -9 killed, 0 saved, 3 refused for want of room, 4 wrong."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        DISK.arm(k, mode)
+        save(worker, folder, 2)
+        DISK.disarm()
+    except Exception as error:  # every kind is judged here
+        DISK.disarm()
+        if checkpoint.is_disk_full(error) or isinstance(error, checkpoint.DiskFull):
+            os._exit(3)
+        import traceback
+
+        traceback.print_exc()
+        os._exit(4)
+    os._exit(0)
+
+
+def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
+    """Goes on as a run does that is started again. Returns the step it went on from; every promise is checked on the way."""
+    found = Keeper.newest_whole(folder, read_rows(folder / CHECKPOINTS), Console())
+    assert found is not None, "nothing to go on from"
+    step = found[0]["batch"]
+    assert digest(folder, step) == whole[step], f"the checkpoint of step {step} is another than was saved"
+    logbook = Logbook(folder, resume_step=step)
+    _remove_orphans(folder, logbook)
+    logbook._metrics.close()
+    if step == 1:
+        save(worker, folder, 2)
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["grpo-000002"], "leftovers"
+    changed = [name for name, entry in digest(folder, 2).items() if entry != whole[2].get(name)]
+    assert not changed, f"the resumed run saved something else: {changed}"
+    assert [row["name"] for row in read_rows(folder / CHECKPOINTS)] == ["grpo-000002"]
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2]
+    return step
+
+
+def main(mode: str, place: Path) -> None:
+    torch.set_num_threads(1)
+    worker = make_worker()
+    base, folder = place / "base", place / "run"
+    base.mkdir(parents=True)
+    update(worker, 1)
+    save(worker, base, 1)
+    whole = {1: digest(base, 1)}
+    update(worker, 2)
+    shutil.copytree(base, folder)
+    DISK.arm(0, 0)
+    save(worker, folder, 2)
+    total = DISK.count(-1)
+    counts = {name: DISK.count(i) for i, name in enumerate(KINDS)}
+    DISK.disarm()
+    whole[2] = digest(folder, 2)
+    assert whole[1] != whole[2]
+    wanted = -signal.SIGKILL if mode == "kill" else 3
+    from_step = {1: 0, 2: 0}
+    for k in range(1, total + 1):
+        shutil.rmtree(folder)
+        shutil.copytree(base, folder)
+        code = in_child(worker, folder, k, 1 if mode == "kill" else 2)
+        # what is left to do at the end of a save, removals, needs no room
+        assert code == wanted or (mode == "full" and code == 0 and k > total - counts["removals"]), f"operation {k}: exit code {code}"
+        if mode == "full" and code != 0:
+            assert digest(folder, 1) == whole[1], "the last good checkpoint was touched before the disk was known to be full"
+            assert not list((folder / "checkpoints").glob("*.partial-*")), "a failed save left something behind"
+        from_step[resume(worker, folder, whole)] += 1
+    print(json.dumps({"operations": total, **counts, "from_step_1": from_step[1], "from_step_2": from_step[2]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,225 @@
+"""Curriculum, reward shaping, weighted rewards, best weights by any metric, rules for the learning rate."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.cli import read
+from rl.curriculum import Curriculum
+from rl.data.addition import addition
+from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
+from rl.fields import SettingsError
+from rl.keeper import Keeper
+from rl.methods import METHODS
+from rl.prepare import reward_of
+from rl.schedules import lora_learning_rate, scaled_by_batch
+from rl.settings import DataSettings, RunSettings, ShapingSettings
+from rl.shaping import RewardShaper, RunningStatistics, overlong_penalty
+from rl.types import ModelInput, Problem, SampledSequence, Trajectory, TrajectoryGroup, Transition
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def group(*rewards_G: list[float], tokens: int = 1, final: float = 0.0) -> TrajectoryGroup:
+    """A group whose members have a turn for each reward given."""
+
+    def turn(reward: float) -> Transition:
+        return Transition(ModelInput.from_ints([1]), SampledSequence([2] * tokens, [-0.5] * tokens), reward, True)
+
+    members = [Trajectory([turn(r) for r in rewards]) for rewards in rewards_G]
+    return TrajectoryGroup(members, [final] * len(members), [{}] * len(members))
+
+
+def settings(*words: str):
+    (stage,) = read(["grpo", *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
+    return stage.settings
+
+
+# -------------------------------------------------------------------------------------------------------------- shaping
+
+
+def test_running_statistics_are_those_of_all_values():
+    rng, statistics, seen = np.random.default_rng(0), RunningStatistics(), []
+    for size in (1, 7, 3, 100):
+        values = rng.normal(3.0, 2.0, size).tolist()
+        seen += values
+        statistics.update(values)
+        assert statistics.mean == pytest.approx(np.mean(seen), rel=1e-12)
+        assert statistics.std == pytest.approx(np.std(seen), rel=1e-9, abs=1e-12)
+    copy = RunningStatistics()
+    copy.load_state(statistics.state())
+    assert (copy.mean, copy.std, copy.count) == (statistics.mean, statistics.std, 111)
+
+
+def test_overlong_penalty_by_hand():
+    """DAPO's figures: 16,384 tokens are free of charge, 4,096 more cost up to 1."""
+    assert [overlong_penalty(n, 20_480, 0.2, 1.0) for n in (100, 16_384, 18_432, 20_480)] == [0.0, 0.0, 0.5, 1.0]
+    assert overlong_penalty(20_480, 20_480, 0.0, 1.0) == 0.0
+
+
+def test_shaping_by_hand_and_as_the_guide_does_it():
+    rewards = [[3.0], [1.0], [0.0], [0.0]]
+    groups = [group(*rewards[:2], tokens=10), group(*rewards[2:], tokens=5)]
+    assert RewardShaper(ShapingSettings(), 10).totals(groups) == [[3.0, 1.0], [0.0, 0.0]]
+    assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).totals(groups) == [[4.0, 2.0], [0.0, 0.0]]
+    assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).totals(groups) == [[2.5, 0.5], [0.0, 0.0]]
+    guide = np.array([3.0, 1.0, 0.0, 0.0])
+    guide = np.clip((guide - guide.mean()) / (guide.std() + 1e-8), -1.2, 1.2)
+    shaper = RewardShaper(ShapingSettings(normalise_rewards=True, reward_clip=1.2), 10)
+    np.testing.assert_allclose(np.array(shaper.totals(groups)).ravel(), guide, rtol=1e-12)
+    assert shaper.metrics["reward/running_mean"] == 1.0
+    shaper.totals([group([5.0])])
+    assert shaper.statistics.mean == pytest.approx(9 / 5)
+
+
+def test_step_rewards_keep_their_place():
+    shaper = RewardShaper(ShapingSettings(reward_scale=2.0), 10)
+    assert shaper.steps([group([1.0, 0.0, 2.0], [0.5], final=0.25)]) == [[[2.0, 0.0, 4.5], [1.5]]]
+
+
+# ----------------------------------------------------------------------------------------------------------- curriculum
+
+
+def levelled(**given) -> Curriculum:
+    """Ten problems of each of the levels 1, 2, 3."""
+    problems = [Problem([{"role": "user", "content": str(i)}], {"level": 1 + i // 10}, index=i) for i in range(30)]
+    return Curriculum(ProblemSet(problems), DataSettings(**given))
+
+
+def asked(curriculum: Curriculum, step: int) -> set[int]:
+    return {problem.meta["level"] for problem in curriculum.batch(step, 20, seed=3)}
+
+
+def test_by_step():
+    curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
+    assert [asked(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [{1}, {1}, {1, 2}, {1, 2}, {1, 2, 3}, {1, 2, 3}, {1}]
+    only = levelled(curriculum="steps", curriculum_steps=(10, 30), curriculum_mix="only")
+    assert [asked(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
+
+
+def test_by_success_up_and_back():
+    curriculum = levelled(curriculum="success", curriculum_up=0.8, curriculum_down=0.2, curriculum_window=2, curriculum_mix="only")
+    levels = []
+    for success in [1.0, 0.7, 0.9, 0.5, 0.3, 0.0, 1.0, 0.9, 1.0, 1.0, 1.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.1]:
+        curriculum.learn(success)
+        levels.append(curriculum.level)
+    #       1.0 .7 | .9 .5 .3 .0 | 1. .9 | 1. 1. | 1.(top) .1 .2 | 0. .1 | .1 .1 (bottom)
+    assert levels == [0, 1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 2, 1, 1, 0, 0, 0]
+    assert curriculum.metrics() == {"curriculum/level": 0, "curriculum/problems": 10}
+
+
+def test_its_state_goes_on_in_the_middle_of_a_window():
+    given = {"curriculum": "success", "curriculum_window": 3}
+    whole, first, second = levelled(**given), levelled(**given), levelled(**given)
+    for success in (0.9, 0.9):
+        whole.learn(success)
+        first.learn(success)
+    second.load_state(first.state())
+    for curriculum in (whole, second):
+        curriculum.learn(0.9)
+    assert whole.level == second.level == 1 and whole.batch(7, 20, 5) == second.batch(7, 20, 5)
+
+
+def test_a_level_has_every_one_of_its_problems_once_an_epoch():
+    curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
+    indices = [problem.index for step in (10, 11) for problem in curriculum.batch(step, 10, seed=0)]
+    assert sorted(indices) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"curriculum": "success", "curriculum_column": "hardness"}, "row 0 of problems has no level.*'level'.*--curriculum-column"),
+        ({"curriculum": "steps", "curriculum_steps": (5,)}, "has 3 levels of 'level' .1, 2, 3., so curriculum_steps takes 2"),
+    ],
+)
+def test_problems_that_do_not_fit_the_curriculum_are_errors(given, message):
+    with pytest.raises(UserError, match=message):
+        levelled(**given)
+    with pytest.raises(ValueError, match="ascending"):
+        DataSettings(curriculum="steps", curriculum_steps=(30, 10))
+
+
+def test_additions_levels_are_carries():
+    problems = {p.messages[-1]["content"]: p.meta["level"] for p in addition("train")}
+    known = {"11+22=": 0, "19+11=": 1, "19+12=": 1, "90+20=": 1, "55+55=": 2, "45+55=": 2, "99+99=": 2}
+    assert {sum_: problems[sum_] for sum_ in known if sum_ in problems} == {s: v for s, v in known.items() if s in problems}
+    for text, level in list(problems.items())[::97]:
+        a, b = map(int, text[:-1].split("+"))
+        digits_lost = sum(int(c) for c in str(a) + str(b)) - sum(int(c) for c in str(a + b))
+        assert level == digits_lost / 9  # each carry turns ten into one
+
+
+# ------------------------------------------------------------------------------------- rewards, best weights, rate rules
+
+
+def test_several_rewards_are_weighted_and_logged(tmp_path):
+    (tmp_path / "mine.py").write_text("def short(prompt, response, meta):\n    return -len(response)\n")
+    data = settings("--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1").data
+    result = reward_of(data).evaluate("1+1=", "2", {"answer": "2"})
+    assert result.reward == pytest.approx(0.9) and result.metrics == {"exact_match": 1.0, "correct": 1.0, "short": -1.0}
+    assert reward_of(DataSettings()) == "exact_match"
+    (tmp_path / "r.yaml").write_text("method: grpo\nrewards: {exact_match: 1.0, gsm8k: 0.5}\n")
+    (stage,) = read([str(tmp_path / "r.yaml")], METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
+    assert stage.settings.data.rewards == (("exact_match", 1.0), ("gsm8k", 0.5))
+
+
+def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
+    class Book:
+        def __init__(self):
+            self.rows = []
+
+        def checkpoints(self):
+            return self.rows
+
+        def checkpoint(self, row):
+            self.rows.append(row)
+
+    class Policy:
+        def save_weights_for_sampler(self, name):
+            return self
+
+        def result(self):
+            return self
+
+        path = "somewhere"
+
+    for mode, kept in (("max", [1, 2, 5]), ("min", [1, 3])):
+        keeper = Keeper(Book())
+        for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.9], start=1):
+            keeper.best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
+        assert [row["batch"] for row in keeper.logbook.rows] == kept
+
+
+def test_learning_rate_rules_by_hand():
+    assert lora_learning_rate(2000) == lora_learning_rate(2000, "llama") == pytest.approx(5e-4)
+    assert lora_learning_rate(4096, "Llama-3.1-8B") == pytest.approx(5e-4 * (2000 / 4096) ** 0.781)
+    assert lora_learning_rate(1000, "Qwen") == pytest.approx(5e-4 * 2**0.0775)
+    with pytest.raises(ValueError, match="qwen, llama"):
+        lora_learning_rate(100, "gpt2")
+    assert scaled_by_batch(4e-5, 32, 128) == pytest.approx(2e-5) and scaled_by_batch(4e-5, 128, 128) == 4e-5
+
+
+def test_defaults_are_those_of_the_guide():
+    grpo, lora = settings(), settings("--lora-rank", "8")
+    pg = grpo.policy_gradient
+    assert (pg.group_size, grpo.sampling.temperature, pg.clip_low, pg.clip_high, pg.entropy_coef) == (8, 0.8, 0.8, 1.2, 0.0)
+    assert (grpo.learning_rate, lora.learning_rate, grpo.optim.grad_clip_norm) == (1e-6, 4e-5, 1.0)
+    (stage,) = read(["reinforce"], METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
+    pg = stage.settings.policy_gradient
+    assert (stage.settings.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (1e-5, 0.01, "running_mean", "importance_sampling")
+
+
+def test_settings_that_mean_nothing_are_refused():
+    for words, message in (
+        (["--reward-clip", "-1"], "reward_clip is positive"),
+        (["--overlong-share", "1.5"], "overlong_share"),
+        (["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"], "dynamic_sampling"),
+        (["--truncated-is", "0"], "truncated_is"),
+        (["--variant", "dapoo"], "dapo"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            settings(*words)

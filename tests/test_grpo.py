@@ -1,0 +1,301 @@
+"""grpo and reinforce: variants, credit, normalisation, truncated importance sampling, dynamic sampling, resuming mid-change."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import call, make_worker, random_datums
+from safetensors.torch import load_file
+
+from rl import stage as stage_module
+from rl.advantages import (
+    PerProblemMean,
+    batch_normalised,
+    centred,
+    centred_by_batch_std,
+    centred_by_std,
+    leave_one_out,
+    returns_to_go,
+)
+from rl.cli import from_resolved, parse, read, resolved
+from rl.losses import get_loss
+from rl.methods import METHODS
+from rl.methods.base import divisor, truncated_importance_sampling, weighted_by_sequence
+from rl.methods.grpo import VARIANTS, GrpoSettings, PolicyGradient, PolicyGradientSettings
+from rl.rollout import Rollouts
+from rl.run import execute
+from rl.settings import KlSettings, RunSettings, SamplingSettings
+from rl.stage import Stage
+from rl.types import ModelInput, SampledSequence, TensorData, Trajectory, TrajectoryGroup, Transition
+
+REPO = Path(__file__).resolve().parent.parent
+RECIPE = REPO / "recipes" / "addition.yaml"
+
+
+def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
+    """A group whose members have a turn of two tokens for each reward given; each observation continues what came before."""
+    members = []
+    for rewards in rewards_G:
+        seen, turns = [7], []
+        for reward in rewards:
+            turns.append(Transition(ModelInput.from_ints(list(seen)), SampledSequence([3, 4], [-0.5, -1.0]), reward, False))
+            seen += [3, 4, 9]
+        members.append(Trajectory(turns))
+    return TrajectoryGroup(members, [0.0] * len(members), [{}] * len(members), problem_index=problem)
+
+
+def method(*, entropy: float = 0.0, **given) -> PolicyGradient:
+    return PolicyGradient(GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given)))
+
+
+# ----------------------------------------------------------------------------------------------------------- advantages
+
+
+def test_advantages_over_a_batch_by_hand():
+    rewards_P_G = [[1.0, 0.0], [3.0, 0.0]]
+    mean, std = 1.0, math.sqrt((0 + 1 + 4 + 1) / 4)
+    for got, rewards in zip(batch_normalised(rewards_P_G), rewards_P_G, strict=True):
+        np.testing.assert_allclose(got, (np.array(rewards) - mean) / std, rtol=1e-7)
+    std = math.sqrt((0.25 + 0.25 + 2.25 + 2.25) / 4)
+    np.testing.assert_allclose(centred_by_batch_std(rewards_P_G), np.array([[0.5, -0.5], [1.5, -1.5]]) / std, rtol=1e-7)
+    for function in (batch_normalised, centred_by_batch_std):
+        assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7  # exactly, though their mean rounds
+
+
+def test_identities_between_advantages():
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 8):
+        rewards = rng.random(n)
+        np.testing.assert_allclose(leave_one_out(rewards), n / (n - 1) * centred(rewards), atol=1e-12)
+        np.testing.assert_allclose(centred_by_batch_std([rewards])[0], centred_by_std(rewards), rtol=1e-4)  # one group: GRPO's
+        np.testing.assert_allclose(batch_normalised([rewards])[0], centred_by_std(rewards), rtol=1e-4)
+
+
+def test_a_baseline_for_each_problem_by_hand():
+    baseline = PerProblemMean(decay=0.5)
+    first = baseline([[1.0], [0.0]], ["a", "b"])
+    assert [a.tolist() for a in first] == [[0.5], [-0.5]]  # never asked before: the batch's mean
+    again = baseline([[0.0], [1.0]], ["a", "c"])
+    assert again[0].tolist() == [-1.0]  # its own
+    assert again[1].tolist() == [0.5]  # c is new: the running mean over all
+    assert baseline.values == {"a": 0.5, "b": 0.0, "c": 1.0}
+
+
+def test_returns_to_go_against_the_sum():
+    rewards = [1.0, -2.0, 0.5, 4.0]
+    for discount in (1.0, 0.9, 0.0):
+        brute = [sum(discount ** (k - t) * rewards[k] for k in range(t, 4)) for t in range(4)]
+        assert returns_to_go(rewards, discount) == pytest.approx(brute)
+
+
+# --------------------------------------------------------------------------------------------------------------- credit
+
+
+def advantages(datums) -> list[list[float]]:
+    return [d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0].tolist() for d in datums]
+
+
+def test_process_rewards_reach_the_tokens_of_their_turn():
+    """By hand: five step rewards of mean 1; each turn gets the sum of what it and later turns earned beyond that."""
+    groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
+    datums = method(step_rewards="to_go").credit(groups, None)
+    assert advantages(datums) == [[0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+    discounted = method(step_rewards="to_go", reward_discount=0.5).credit(groups, None)
+    assert advantages(discounted)[0] == [-0.25, -0.25, -0.5, -0.5, 1.0, 1.0]
+    whole = method().credit([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
+    assert advantages(whole) == [[0.5] * 6, [-0.5] * 4]
+
+
+@pytest.mark.parametrize("advantage", ["mean", "mean_std", "leave_one_out", "batch", "mean_batch_std", "running_mean", "none"])
+def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advantage):
+    groups = [group([1.0], [0.0], [0.5]), group([0.25], [0.0], [1.0], problem=1)]
+    both = [method(advantage=advantage, step_rewards=kind).credit(groups, None) for kind in ("sum", "to_go")]
+    assert advantages(both[0]) == advantages(both[1])
+
+
+def test_groups_without_signal_stay_where_another_term_needs_them():
+    groups = [group([1.0], [1.0]), group([1.0], [0.0], problem=1)]
+    assert len(method().credit(groups, None)) == 2
+    assert len(method(entropy=0.01).credit(groups, None)) == 4
+    assert len(method(advantage="running_mean").credit(groups, None)) == 4
+
+
+def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
+    """Two tokens of q = -0.5, -1 and ref = -1.5, -1: g = 1, 0, of mean 0.5; with everything later charged, by hand."""
+    reference = SimpleNamespace(logprobs=lambda datums, temperature: [np.array([-1.5, -1.0], np.float32) for _ in datums])
+    models = SimpleNamespace(reference=reference)
+
+    def credited(**kl):
+        pg = PolicyGradientSettings(kl_discount=kl.pop("discount", 1.0))
+        made = PolicyGradient(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
+        return made.credit([group([1.0], [0.0])], models)
+
+    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [pytest.approx([0.5 - 0.1, 0.5 + 0.1]), pytest.approx([-0.6, -0.4])]
+    assert advantages(credited(kl_coef=0.2)) == [pytest.approx([0.5, 0.6]), pytest.approx([-0.5, -0.4])]
+    in_loss = credited(kl_coef=0.2, kl_in="loss")
+    assert advantages(in_loss) == [[0.5, 0.5], [-0.5, -0.5]]
+    assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-1.5, -1.0]
+
+
+def test_kl_is_off_until_a_reference_is_named():
+    def coefficient(**kl) -> tuple[bool, float]:
+        found = PolicyGradient(GrpoSettings(kl=KlSettings(**kl))).kl
+        return found.active, found.coefficient
+
+    assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
+    assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(kl_target=0.1) == (True, 0.0)
+
+
+# ------------------------------------------------------------------------------------------- normalisation, importance
+
+
+def test_divisors():
+    datums = random_datums(3)
+    tokens = sum(int((d.loss_fn_inputs["mask"].array != 0).sum()) for d in datums)
+    assert [divisor(datums, kind, 50) for kind in ("tokens", "sequences", "sequence_means", "constant", "sum")] == [tokens, 3, 3, 150, 1]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "gspo"])
+def test_sequence_means_against_the_mean_of_each_sequences_mean(loss):
+    """The learner's summed loss of weighted datums, entropy and KL terms included, over their number: one formula, sequence by sequence."""
+    worker, datums = make_worker(), random_datums(5)
+    rng = np.random.default_rng(0)
+    for datum in datums:
+        fields = datum.loss_fn_inputs
+        fields["ref_logprobs"] = TensorData(rng.normal(-2.5, 0.3, len(fields["mask"])).astype(np.float32), "float32")
+        fields["advantages"] = TensorData(np.where(fields["mask"].array != 0, rng.choice([-1.0, 0.5], len(fields["mask"])), 0.0), "float32")
+    config = {"entropy_coef": 0.3, "kl_coef": 0.7, "temperature": 1.0}
+    total = call(worker, "forward_backward", 0, weighted_by_sequence(datums), get_loss(loss), config, 1.0, False)[1]["loss:sum"]
+    means = []
+    for datum in datums:
+        value = call(worker, "forward_backward", 0, [datum], get_loss(loss), config, 1.0, False)[1]["loss:sum"]
+        means.append(value / np.count_nonzero(datum.loss_fn_inputs["mask"].array))
+    assert total / 5 == pytest.approx(np.mean(means), rel=1e-5)
+
+
+def test_truncated_importance_sampling_by_hand():
+    """The learner says 2 and 10 times the sampler's probability: weights 2 and, capped, 3; ratios start from 1."""
+    datums = method(advantage="none").credit([group([1.0])], None)
+    q = datums[0].loss_fn_inputs["logprobs"].array
+    learner = (q + np.log([2.0, 10.0])).astype(np.float32)
+    output = SimpleNamespace(loss_fn_outputs=[{"logprobs": TensorData(learner, "float32")}])
+    policy = SimpleNamespace(forward=lambda *_: SimpleNamespace(result=lambda: output))
+    (weighted,), metrics = truncated_importance_sampling(SimpleNamespace(policy=policy), datums, 3.0, 1.0)
+    assert weighted.loss_fn_inputs["advantages"].array.tolist() == pytest.approx([2.0, 3.0])
+    assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
+    assert metrics["optim/tis_weight"] == pytest.approx(2.5) and metrics["optim/tis_frac_capped"] == 0.5
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(-np.log([2.0, 10.0]).mean(), rel=1e-5)
+    # With a cap that nothing reaches, the gradient before any update is that of plain importance sampling: w A grad lp.
+    lp = torch.tensor(learner, requires_grad=True)
+    for datum in (weighted, datums[0]):
+        inputs = {name: datum.loss_fn_inputs[name].to_torch() for name in ("advantages", "logprobs")}
+        get_loss("importance_sampling").fn(lp, lp, inputs, torch.tensor([0, 2]), {})[0].backward()
+    first, both = torch.tensor([-2.0, -3.0]), lp.grad
+    assert torch.allclose(both - first, torch.tensor([-2.0, -10.0]))
+
+
+# -------------------------------------------------------------------------------------------------------------- variants
+
+
+def stage_settings(*words: str):
+    return read(list(words), METHODS, RECIPE, RunSettings).stages[0].settings
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
+    run = read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
+    flat = resolved(run)["stages"][0]["settings"]
+    assert {key: flat[key] for key in VARIANTS[variant]} == VARIANTS[variant] and flat["variant"] == variant
+    assert from_resolved(json.loads(json.dumps(resolved(run))), METHODS, options=RunSettings) == run
+    given = stage_settings("grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9").policy_gradient
+    assert given.normalise == "sum" and given.variant == variant
+    PolicyGradient(run.stages[0].settings)
+
+
+def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
+    (tmp_path / "r.yaml").write_text("method: grpo\nvariant: dapo\nclip_high: 1.5\n")
+    pg = stage_settings(str(tmp_path / "r.yaml"), "--clip-low", "0.7").policy_gradient
+    assert (pg.clip_low, pg.clip_high, pg.normalise, pg.advantage) == (0.7, 1.5, "tokens", "mean_std")
+
+
+# ------------------------------------------------------------------------------------------------------ dynamic sampling
+
+
+def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(monkeypatch):
+    mixed = lambda index: group([1.0], [0.0], problem=index)  # noqa: E731
+    alike = lambda index: group([1.0], [1.0], problem=index)  # noqa: E731
+    drawn: list[tuple[int, int]] = []
+
+    def sampled(builders, sampler, params, *, seed):
+        drawn.append((builders, seed))
+        return Rollouts([mixed(len(drawn)), alike(0), mixed(len(drawn))], ["lost"], {"emitted_tokens": 5}, 1.0, 0.5)
+
+    monkeypatch.setattr(stage_module, "rollout", sampled)
+    stage = Stage.__new__(Stage)
+    stage.settings = GrpoSettings(sampling=SamplingSettings(dynamic_sampling=2))
+    stage.loop, stage.seed, stage.sampling_params = SimpleNamespace(batch_size=3), 5, None
+    stage.problems = SimpleNamespace(batch=lambda step, size, seed: (step, size, seed))
+    stage.models = SimpleNamespace(rewards=None)
+    stage.method, stage.groups = SimpleNamespace(group_size=2), lambda problems, size: problems
+
+    start = Rollouts([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
+    full = stage.fill(start, 4, None)
+    assert [g.problem_index for g in full.groups] == [9, 1, 1] and len(full.left_out) == 3 and len(full.sampled) == 6
+    assert full.counters == {"emitted_tokens": 12, "extra_rounds": 1} and full.errors == ["lost"] and full.sample_seconds == 3.0
+    stage.loop.batch_size = 50
+    assert [g.problem_index for g in stage.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]  # two rounds, and no more
+    assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
+    monkeypatch.setattr(stage_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0))
+    assert len(stage.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None).groups) == 3  # nothing is mixed: left as it is
+    stage.settings = GrpoSettings()
+    assert stage.fill(start, 4, None) is start
+
+
+# --------------------------------------------------------------------------------------------------------- 2 + 2 = 4 steps
+
+CHANGING = """--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 3 --normalise-rewards --reward-clip 3
+    --kl-target 1e-4 --kl-coef 0.05 --entropy-coef 0.01 --truncated-is 2 --overlong-share 0.5""".split()
+
+
+def metric_rows(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("grpo", "--variant dapo --group-size 4 --dynamic-sampling 2 --num-substeps 2"),
+        ("grpo", "--variant gspo --group-size 4 --kl-in loss --lora-rank 2"),
+        ("reinforce", "--advantage per_problem --train-limit 90 --batch-size 32"),
+    ],
+)
+def test_two_and_two_steps_are_four_while_everything_changes(tmp_path, name, words):
+    (tmp_path / "graded.py").write_text("def graded(prompt, response, meta):\n    return response.count('1') / 4\n")
+    common = f"""{name} --base-model tiny:addition --dataset addition --reward {tmp_path}/graded.py:graded --max-tokens 4 --batch-size 4
+        --steps 4 --save-every 2 --keep-last 9 --eval-every 0 --rollouts-every 0 --learning-rate 3e-3 --reward-workers 1 --quiet"""
+    words = [*common.split(), *CHANGING, *words.split(), "--output-dir"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    execute(parse([*words, str(whole)], METHODS, RECIPE, options=RunSettings))
+    shutil.copytree(whole, cut)
+    kept = [line for line in (cut / "checkpoints.jsonl").read_text().splitlines() if json.loads(line)["batch"] == 2]
+    assert len(kept) == 1
+    (cut / "checkpoints.jsonl").write_text(kept[0] + "\n")
+    execute(parse([*words, str(cut), "--resume"], METHODS, RECIPE, options=RunSettings))
+
+    rows = metric_rows(whole)
+    assert metric_rows(cut) == rows and len(rows) == 4
+    moving = ["optim/kl_coef", "reward/running_mean", "curriculum/level"]
+    assert all(rows[1][key] != rows[2][key] or rows[2][key] != rows[3][key] for key in moving), "saved in the middle of a change"
+    final = [base / "checkpoints" / f"{name}-final" for base in (whole, cut)]
+    for file in sorted(path.relative_to(final[0]) for path in final[0].rglob("*.safetensors")):
+        a, b = (load_file(str(folder / file)) for folder in final)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), file
+    states = [json.loads((folder / "state.json").read_text())["metadata"] for folder in final]
+    assert states[0]["method"] == states[1]["method"] and states[0]["curriculum"] == states[1]["curriculum"]

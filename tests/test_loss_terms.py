@@ -1,0 +1,197 @@
+"""dro, gspo and the terms of policy losses: by hand, one sequence after the other, and enumerated on a tiny vocabulary."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from rl.loss_terms import KL_KINDS, kl_estimate, value_loss
+from rl.losses import LOSSES, get_loss
+
+CU = torch.tensor([0, 3, 3, 8])  # one datum is empty
+MASK = torch.tensor([0.0, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)
+POLICY_LOSSES = [name for name, spec in LOSSES.items() if spec.terms]
+
+
+def inputs_of(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(8, generator=g, dtype=torch.float64)  # noqa: E731
+    return {
+        "advantages": draw() * MASK, "logprobs": -draw().abs(), "mask": MASK, "ref_logprobs": -draw().abs(),
+        "returns": draw(), "values_old": draw(), "values": draw().requires_grad_(True),
+    }  # fmt: skip
+
+
+def logp_of(seed=0):
+    return (-torch.rand(8, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3).requires_grad_(True)
+
+
+def compute(name, logp, inputs, config=None, entropy=None):
+    return get_loss(name).compute(logp, torch.zeros_like(logp) if entropy is None else entropy, inputs, CU, config or {})
+
+
+def test_dro_and_gspo_by_hand():
+    lp, q = torch.tensor([-9.0, -1.0, -2.0]), torch.tensor([-1.0, -1.5, -1.0])
+    inputs = {"advantages": torch.tensor([0.0, 2.0, 0.0]), "logprobs": q, "mask": torch.tensor([0.0, 1.0, 1.0])}
+    cu = torch.tensor([0, 3])
+    # the first token is no action: its gap of 8 counts nowhere; the third is one, though its advantage is 0
+    dro = get_loss("dro").fn(lp, lp, inputs, cu, {"beta": 0.1})[0]
+    assert dro.item() == pytest.approx(-(-1.0 * 2.0 - 0.05 * (0.5**2 + 1.0**2)))
+    inputs["advantages"] = torch.tensor([0.0, 2.0, 1.0])
+    s = math.exp((0.5 - 1.0) / 2)
+    gspo = get_loss("gspo").fn(lp, lp, inputs, cu, {})[0]
+    assert s < 0.8 and gspo.item() == pytest.approx(-3 * s)  # below the range, but an advantage above 0 is not held there
+    inputs["advantages"] = -inputs["advantages"]
+    assert get_loss("gspo").fn(lp, lp, inputs, cu, {})[0].item() == pytest.approx(3 * 0.8)
+
+
+@pytest.mark.parametrize("name", ["dro", "gspo"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, seed, wide):
+    from kernels import policy_loss_reference
+
+    inputs, config = {k: v.detach().float() for k, v in inputs_of(seed).items()}, {}
+    if wide:
+        config = {"beta": 0.5} if name == "dro" else {"clip_low_threshold": 0.1, "clip_high_threshold": 5.0}
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    leaf = logp_of(seed).detach().float().requires_grad_(True)
+    expected = policy_loss_reference(
+        leaf, inputs["logprobs"], inputs["advantages"], kind=name, mask_T=inputs["mask"], cu_seqlens=CU, clip_low=low,
+        clip_high=high, beta=config.get("beta", 0.05),
+    )  # fmt: skip
+    truth = torch.autograd.grad(expected, leaf)[0]
+    spoiled = inputs | {"logprobs": torch.where(MASK == 0, float("nan"), inputs["logprobs"])}
+    found = []
+    for function in (get_loss(name).fn, get_loss(name).fused):
+        value, metrics = function(leaf, torch.zeros(8), spoiled, CU, config)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.autograd.grad(value, leaf)[0], truth, rtol=1e-5, atol=1e-6)
+        found.append({k: float(v) for k, v in metrics.items()})
+    assert found[0] == found[1] and found[0]["active_tokens:sum"] == 5
+
+
+def test_identities_to_1e_6():
+    """PPO without a clip is importance sampling, dro at beta 0 is REINFORCE, cispo on policy is importance sampling."""
+
+    def gradient(name, inputs, config=None):
+        logp = logp_of(3)
+        return torch.autograd.grad(compute(name, logp, inputs, config)[0], logp)[0]
+
+    inputs = inputs_of(3)
+    truth = gradient("importance_sampling", inputs)
+    open_clip = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
+    torch.testing.assert_close(gradient("ppo", inputs, open_clip), truth, rtol=1e-6, atol=1e-9)
+    assert (gradient("ppo", inputs) - truth).abs().max() > 0.01  # and with one it is not
+    reinforce = gradient("importance_sampling", {k: v for k, v in inputs.items() if k != "logprobs"})
+    torch.testing.assert_close(gradient("dro", inputs, {"beta": 0.0}), reinforce, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(reinforce, -inputs["advantages"], rtol=1e-12, atol=0)
+    on_policy = inputs | {"logprobs": logp_of(3).detach()}
+    torch.testing.assert_close(
+        gradient("cispo", on_policy), gradient("importance_sampling", on_policy), rtol=1e-6, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
+    """Over every token of a vocabulary of 5: that of KL(policy || reference), for k3_pathwise that of KL(reference || policy)."""
+    torch.manual_seed(1)
+    logits, ref = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
+    logp = torch.log_softmax(logits, 0)
+    forward_kl, reverse_kl = (ref.exp() * (ref - logp)).sum(), (logp.exp() * (logp - ref)).sum()
+    truth = torch.autograd.grad(forward_kl if kind == "k3_pathwise" else reverse_kl, logits, retain_graph=True)[0]
+    expected = (logp.detach().exp() * kl_estimate(logp, ref, kind)).sum()
+    found = torch.autograd.grad(expected, logits)[0]
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+    assert (truth.abs() > 0.05).any()
+    if kind != "k2":  # the values of k1 and k3 are unbiased as well
+        assert expected.item() == pytest.approx(reverse_kl.item(), rel=1e-12)
+
+
+def test_value_loss_against_brute_force():
+    g = torch.Generator().manual_seed(5)
+    values, returns, old = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
+    for clip in (0.1, 0.5, None):
+        found = value_loss(values, returns, old, clip)
+        for v, r, o, loss in zip(values.tolist(), returns.tolist(), old.tolist(), found.tolist(), strict=True):
+            candidates = [0.5 * (v - r) ** 2]
+            if clip is not None:
+                candidates.append(0.5 * (min(max(v, o - clip), o + clip) - r) ** 2)
+            assert loss == pytest.approx(max(candidates), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_terms_are_sums_over_actions_added_to_the_loss(name):
+    inputs, logp = inputs_of(2), logp_of(2)
+    entropy = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    config = {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": "k2", "value_coef": 0.5, "value_clip": 0.4}
+    total, metrics = compute(name, logp, inputs, config, entropy)
+    bare = compute(name, logp, inputs)[0]
+    expected = bare.item()
+    for t in torch.nonzero(MASK)[:, 0].tolist():
+        expected -= 0.3 * entropy[t].item()
+        expected += 0.2 * 0.5 * (logp[t] - inputs["ref_logprobs"][t]).item() ** 2
+        old = inputs["values_old"][t].item()
+        held = min(max(inputs["values"][t].item(), old - 0.4), old + 0.4)
+        expected += 0.25 * max((v - inputs["returns"][t].item()) ** 2 for v in (held, inputs["values"][t].item()))
+    assert total.item() == pytest.approx(expected, rel=1e-12)
+    assert metrics["policy_loss:sum"].item() == bare.item() and metrics["action_tokens:sum"] == 5
+    grads = torch.autograd.grad(total, [logp, entropy, inputs["values"]])
+    torch.testing.assert_close(grads[1], -0.3 * MASK)
+    off = MASK == 0
+    assert not grads[0][off].any() and not grads[2][off].any() and grads[2].any()
+    # what stands where nothing is an action counts for nothing
+    read_at_actions = ("ref_logprobs", "returns", "values_old", "values")
+    spoiled = {k: torch.where(off, float("nan"), v) if k in read_at_actions else v for k, v in inputs.items()}
+    assert compute(name, logp, spoiled, config, torch.where(off, float("nan"), entropy))[0].item() == total.item()
+
+
+def test_no_terms_change_no_bit():
+    inputs, logp = inputs_of(1), logp_of(1)
+    off = {"entropy_coef": 0.0, "kl_coef": 0.0, "value_coef": 0.0}
+    assert compute("ppo", logp, inputs, off)[0].item() == get_loss("ppo").fn(logp, logp, inputs, CU, {})[0].item()
+
+
+def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
+    """Through the learner's own head: the summed entropy at actions falls along the gradient by its norm."""
+    from helpers import call, make_worker, random_datums
+
+    worker, datums = make_worker(), random_datums(4)
+    for d in datums:
+        d.loss_fn_inputs["advantages"].array[:] = 0.0
+    trainable = worker.learners[0].trainable
+    call(worker, "forward_backward", 0, datums, "ppo", {"entropy_coef": 1.0, "temperature": 0.7}, 1.0, True)
+    slope = torch.stack([p.grad.norm() for p in trainable.values()]).norm().item()
+    direction = [p.grad / slope for p in trainable.values()]
+
+    def entropy_at(step):
+        with torch.no_grad():
+            for p, d in zip(trainable.values(), direction, strict=True):
+                p.add_(step * d)
+        outputs, _ = call(worker, "forward_backward", 0, datums, "ppo", {"temperature": 0.7}, 1.0, False, True)
+        with torch.no_grad():
+            for p, d in zip(trainable.values(), direction, strict=True):
+                p.sub_(step * d)
+        return sum((o["entropy"] * d.loss_fn_inputs["mask"].array).sum() for o, d in zip(outputs, datums, strict=True))
+
+    eps = 1e-3
+    assert slope == pytest.approx(-(entropy_at(eps) - entropy_at(-eps)) / (2 * eps), rel=2e-2)
+
+
+def test_on_policy_dro_and_gspo_have_the_gradient_of_the_expected_reward():
+    """The mean gradient over every sequence of 2 tokens from 3. gspo: on policy its ratio is 1, as for the others."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rewards = torch.randn(3, 3, dtype=torch.float64)
+    logp = torch.log_softmax(logits, -1)
+    value = sum(logp[0, a].exp() * logp[1 + a, b].exp() * rewards[a, b] for a, b in itertools.product(range(3), range(3)))
+    (truth,) = torch.autograd.grad(-value, logits, retain_graph=True)
+    for name in ("dro", "gspo"):
+        total = torch.zeros_like(logits)
+        for a, b in itertools.product(range(3), range(3)):
+            chosen = torch.stack([logp[0, a], logp[1 + a, b]])
+            inputs = {"advantages": rewards[a, b].repeat(2), "logprobs": chosen.detach(), "mask": torch.ones(2)}
+            loss = get_loss(name).fn(chosen, torch.zeros(2), inputs, torch.tensor([0, 2]), {})[0]
+            total += chosen.detach().sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        torch.testing.assert_close(total, truth, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,355 @@
+"""PPO: advantages against float64 brute force (holes, cut-off episodes, several datums), KL in the reward, epochs, critic, resume."""
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import random_datums
+
+from rl import ServiceClient
+from rl.advantages import token_advantages
+from rl.kl import AdaptiveKL, gaps, kl_metrics, penalised
+from rl.methods.base import Models, Progress
+from rl.methods.ppo import Ppo, PpoOptions, PpoSettings
+from rl.prepare import StageHosts, make_policy
+from rl.settings import KlSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, ShapingSettings
+from rl.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, Trajectory, TrajectoryGroup, Transition
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+# -------------------------------------------------------------------------------------------------------- pure functions
+
+
+def brute_force(rewards, values, gamma, lam, bootstrap):
+    """sum_l (gamma lam)^l delta_{t+l}, each sum written out."""
+    n = len(rewards)
+    after = [*values[1:], bootstrap]
+    delta = [rewards[t] + gamma * after[t] - values[t] for t in range(n)]
+    return [math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+
+
+@pytest.mark.parametrize(("gamma", "lam", "bootstrap"), [(1.0, 0.95, 0.0), (0.9, 0.8, 1.7), (1.0, 1.0, 0.0), (0.97, 0.0, -0.5)])
+def test_token_advantages_are_the_written_out_sums(gamma, lam, bootstrap):
+    rng = np.random.default_rng(0)
+    rewards, values = rng.standard_normal(17), rng.standard_normal(17)
+    found = token_advantages(rewards, values, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    np.testing.assert_allclose(found, brute_force(rewards, values, gamma, lam, bootstrap), rtol=0, atol=1e-12)
+    if gamma == lam == 1:
+        np.testing.assert_allclose(found, rewards[::-1].cumsum()[::-1] - values, atol=1e-6)
+
+
+def test_token_advantages_are_those_of_the_kernel():
+    from kernels import gae
+
+    rng = np.random.default_rng(1)
+    mask = rng.random(30) < 0.6
+    rewards, values = rng.standard_normal(30), rng.standard_normal(30)
+    on = torch.from_numpy(mask)
+    arrays = [torch.from_numpy(a).float() for a in (rewards, values)]
+    kernel, _ = gae(*arrays, torch.tensor([0, 30]), 0.9, 0.8, on, torch.tensor([0.3]))
+    found = token_advantages(rewards[mask], values[mask], gamma=0.9, lam=0.8, bootstrap=0.3)
+    np.testing.assert_allclose(kernel[on].numpy(), found, atol=1e-5)
+
+
+def datum(logprobs, mask, advantages=None):
+    n = len(mask)
+    fields = {"target_tokens": [1] * n, "logprobs": logprobs, "mask": mask, "advantages": advantages or [0.0] * n}
+    return Datum(ModelInput.from_ints([1] * n), fields)
+
+
+def test_penalty_by_hand():
+    datums = [datum([0.0, -1.0, -2.0], [0.0, 1.0, 1.0], [0.0, 0.5, 0.5]), datum([-3.0, 0.0], [1.0, 0.0])]
+    ref = [np.array([9.0, -1.5, -1.0]), np.array([-2.0, 9.0])]
+    # g at actions: 0.5, -1.0, -1.0; their mean -0.5
+    assert [g.tolist() for g in gaps(datums, ref)] == [[0.0, 0.5, -1.0], [-1.0, 0.0]]
+    plain, metrics = penalised(datums, ref, 0.1)
+    np.testing.assert_allclose(plain[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.1, 0.5 + 0.05], atol=1e-7)
+    np.testing.assert_allclose(plain[1].loss_fn_inputs["advantages"].array, [0.05, 0.0], atol=1e-7)
+    later, _ = penalised(datums, ref, 0.1, discount=0.5)
+    np.testing.assert_allclose(later[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.1 + 0.025, 0.5 + 0.05], atol=1e-7)
+    assert metrics["optim/kl_ref_k1"] == pytest.approx(-0.5)
+    k3 = [math.exp(-g) - 1 + g for g in (0.5, -1.0, -1.0)]
+    assert metrics["optim/kl_ref_k3"] == pytest.approx(sum(k3) / 3)
+
+
+def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
+    """Enumerated over all answers of two tokens from three: -coef grad KL(policy || ref), as a policy gradient."""
+    torch.manual_seed(2)
+    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.randn(4, 3, dtype=torch.float64), -1)
+    logp = torch.log_softmax(logits, -1)
+    answers = [(a, b) for a in range(3) for b in range(3)]
+    kl = sum((logp[0, a] + logp[1 + a, b]).exp() * (logp[0, a] + logp[1 + a, b] - ref[0, a] - ref[1 + a, b]) for a, b in answers)
+    (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    for discount, right in ((1.0, True), (0.0, False)):
+        total = torch.zeros_like(logits)
+        for a, b in answers:
+            chosen = torch.stack([logp[0, a], logp[1 + a, b]])
+            one = datum(chosen.tolist(), [1.0, 1.0])
+            (credited,), _ = penalised([one], [np.array([ref[0, a].item(), ref[1 + a, b].item()])], 1.0, discount)
+            # the mean is a baseline within one answer here, which is no constant: taken out again
+            mean = np.mean([g for g in gaps([one], [np.array([ref[0, a].item(), ref[1 + a, b].item()])])[0]])
+            baseline = torch.tensor([mean * (1 + discount), mean])
+            credit = credited.loss_fn_inputs["advantages"].to_torch().double() - baseline
+            loss = -(credit * chosen).sum()
+            total += chosen.detach().sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        assert torch.allclose(total, truth, atol=1e-6) == right
+
+
+def test_the_adaptive_coefficient():
+    control = AdaptiveKL(0.0, 0.1)
+    control.update(0.05)
+    assert control.active and control.coefficient == 0.0
+    control.update(1.0)
+    assert control.coefficient == pytest.approx(AdaptiveKL.FLOOR * 1.02)  # leaves zero
+    for _ in range(400):
+        control.update(1.0)
+    assert control.coefficient > 1.0
+    high = control.coefficient
+    control.update(0.09)  # an error of -0.1, not clipped
+    assert control.coefficient == pytest.approx(high * 0.99)
+    constant = AdaptiveKL(0.3, None)
+    constant.update(5.0)
+    assert constant.coefficient == 0.3 and not AdaptiveKL(0.0, None).active
+
+
+# ---------------------------------------------------------------------------------------------------------------- credit
+
+
+class Values:
+    """Stands for a client: a value for each prefix, from its tokens alone."""
+
+    def compute_values(self, inputs):
+        found = [np.cumsum(np.sin(np.asarray(one.to_ints(), dtype=np.float64))).astype(np.float32) for one in inputs]
+        return dataclasses.make_dataclass("Future", ["value", ("result", object, dataclasses.field(default=None))])(found, lambda: found)
+
+
+class Reference:
+    def logprobs(self, datums, temperature):
+        assert temperature == 0.8
+        return [-0.1 * np.asarray(d.loss_fn_inputs["target_tokens"].array, dtype=np.float32) for d in datums]
+
+
+def episode(turns, rewards, stop="stop"):
+    transitions = []
+    for (ob, ac), reward in zip(turns, rewards, strict=True):
+        action = SampledSequence(ac, [-0.2 * t for t in ac], stop)
+        transitions.append(Transition(ModelInput.from_ints(ob), action, reward, False))
+    return Trajectory(transitions)
+
+
+EPISODES = [
+    episode([([1, 2], [3, 4]), ([1, 2, 3, 4, 9, 9], [5])], [0.5, 1.0]),  # a hole between two actions
+    episode([([1, 2], [3, 4]), ([1, 7], [5, 6])], [0.25, -1.0]),  # the second turn forgets the first: two datums
+    episode([([2, 2, 2], [8, 8, 8])], [0.0], stop="length"),
+]
+FINAL = [0.0, 2.0, 0.125]
+
+
+def settings(**changes) -> PpoSettings:
+    options = {"normalise_advantages": False, "gamma": 0.9, "gae_lambda": 0.7, **changes.pop("ppo", {})}
+    kl = {"kl_coef": 0.3, **changes.pop("kl", {})}
+    return PpoSettings(ppo=PpoOptions(**options), kl=KlSettings(**kl), sampling=SamplingSettings(max_tokens=3, temperature=0.8), **changes)
+
+
+def expected(trajectory, final, coef, truncated):
+    """Advantages and values by walking the episode turn by turn, action by action."""
+    rewards, values = [], []
+    for turn in trajectory.transitions:
+        read = turn.ob.to_ints()
+        for token, q in zip(turn.ac.tokens, turn.ac.logprobs, strict=True):
+            values.append(sum(math.sin(t) for t in read))
+            rewards.append(-coef * (q - -0.1 * token))
+            read = [*read, token]
+        rewards[-1] += turn.reward
+    rewards[-1] += final
+    cut = trajectory.transitions[-1].ac.stop_reason == "length" and truncated == "bootstrap"
+    return brute_force(rewards, values, 0.9, 0.7, sum(math.sin(t) for t in read) if cut else 0.0), values
+
+
+@pytest.mark.parametrize("truncated", ["bootstrap", "end"])
+@pytest.mark.parametrize("kl", [{"kl_in": "reward"}, {"kl_in": "loss"}, {"kl_coef": 0.0}])
+def test_credit_by_walking_the_episodes(truncated, kl):
+    method = Ppo(settings(ppo={"truncated": truncated}, kl=kl))
+    models = Models(Values(), {"reference": Reference()})
+    datums = method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 3)], models)
+    assert len(datums) == 4  # the second episode makes two
+    charged = 0.3 if kl == {"kl_in": "reward"} else 0.0
+    advantages, values = [], []
+    for trajectory, final in zip(EPISODES, FINAL, strict=True):
+        a, v = expected(trajectory, final, charged, truncated)
+        advantages, values = advantages + a, values + v
+        assert trajectory.advantage == pytest.approx(np.mean(a), abs=1e-5)
+    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    fields = {name: np.concatenate([d.loss_fn_inputs[name].array for d in datums]) for name in ("advantages", "returns", "values_old")}
+    np.testing.assert_allclose(fields["advantages"][masks], advantages, atol=1e-5)
+    np.testing.assert_allclose(fields["values_old"][masks], values, atol=1e-5)
+    np.testing.assert_allclose(fields["returns"][masks], np.add(advantages, values), atol=1e-5)
+    assert not any(field[~masks].any() for field in fields.values())
+    assert all(("ref_logprobs" in d.loss_fn_inputs) == (kl == {"kl_in": "loss"}) for d in datums)
+
+
+def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
+    plain, scaled = (
+        Ppo(settings(ppo={"normalise_advantages": on})).credit(
+            [TrajectoryGroup(EPISODES, list(FINAL), [{}] * 3)], Models(Values(), {"reference": Reference()})
+        )
+        for on in (False, True)
+    )
+    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in plain]) != 0
+    before, after = (np.concatenate([d.loss_fn_inputs["advantages"].array for d in datums])[masks] for datums in (plain, scaled))
+    np.testing.assert_allclose(after, (before - before.mean()) / before.std(), atol=1e-5)
+
+
+def test_rewards_are_scaled_by_running_statistics():
+    method = Ppo(settings(shaping=ShapingSettings(normalise_rewards=True), kl={"kl_coef": 0.0}))
+    method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 3)], Models(Values()))
+    totals = [1.5, 1.25, 0.125]
+    assert method.state()["reward_statistics"] == pytest.approx({"count": 3, "mean": np.mean(totals), "m2": 3 * np.var(totals)})
+    assert method.shaper.metrics["reward/running_std"] == pytest.approx(np.std(totals))
+
+
+# ----------------------------------------------------------------------------------------------------------------- learn
+
+
+@pytest.fixture
+def service(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out", seed=3) as service:
+        yield service
+
+
+def sampled_groups(policy, problems=8):
+    sampler = policy.save_weights_and_get_sampling_client()
+    groups = []
+    for i in range(problems):
+        prompt = ModelInput.from_ints([3 + i % 7, 4, 12, 5, 6, 13])
+        (sequence,) = sampler.sample(prompt, 1, SamplingParams(max_tokens=4, temperature=0.8, seed=i)).result().sequences
+        reward = float(sum(t < 8 for t in sequence.tokens))
+        groups.append(TrajectoryGroup([Trajectory([Transition(prompt, sequence, reward, True)])], [0.0], [{}]))
+    return groups
+
+
+def learn_once(service, critic=False, reference=True, **ppo):
+    changed = {"optim": OptimSettings(learning_rate=3e-3, num_substeps=2), "loop": LoopSettings(steps=5, batch_size=8)}
+    method = Ppo(settings(ppo={"truncated": "end", **ppo}, kl={} if reference else {"kl_coef": 0.0}, **changed))
+    policy = service.create_full_training_client("tiny:addition", seed=2, value_head=not critic)
+    others = {"reference": StageHosts(service, policy, ModelSettings(), None, {}, 2).beginning()} if reference else {}
+    if critic:
+        others["critic"] = service.create_full_training_client("tiny:addition", seed=5, value_head=True)
+    models = Models(policy, others)
+    datums = method.credit(sampled_groups(policy), models)
+    before = (models.critic or policy).compute_values([d.model_input for d in datums]).result()
+    metrics = method.learn(models, datums, Progress(0, 5))
+    return method, models, datums, metrics, before
+
+
+def test_epochs_end_where_the_policy_is_target_kl_away(service):
+    counts = {}
+    for target in (None, 1e-6, 1e3):
+        method, models, datums, metrics, _ = learn_once(service, target_kl=target)
+        counts[target] = (metrics["optim/epochs"], metrics["optim/substeps"])
+        after = models.policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result().loss_fn_outputs
+        truth = kl_metrics(datums, gaps(datums, [o["logprobs"].array for o in after]), "optim/approx_kl")
+        assert {k: metrics[k] for k in truth} == truth  # of the weights as they are now, not as they were
+        assert truth["optim/approx_kl_k3"] > 1e-4
+    assert counts == {None: (4, 8), 1e-6: (1, 2), 1e3: (4, 8)}
+
+
+def test_sampler_and_learner_agree_and_everything_is_reported(service):
+    _, _, _, metrics, _ = learn_once(service)
+    assert metrics["optim/max_logprob_difference"] < 1e-4
+    wanted = """optim/lr optim/policy_loss optim/value_loss optim/policy_entropy optim/clip_frac optim/value_clip_frac optim/grad_norm
+        optim/approx_kl_k1 optim/approx_kl_k3 optim/kl_ref_k1 optim/kl_ref_k3 optim/kl_coef optim/explained_variance""".split()
+    assert [name for name in wanted if name not in metrics] == []
+
+
+def test_a_critic_learns_beside_a_policy_without_a_head(service):
+    _, models, datums, metrics, before = learn_once(service, critic=True, reference=False, critic_learning_rate=1e-3)
+    assert not models.policy.info["value_head"] and metrics["optim/critic_grad_norm"] > 0
+    inputs = [d.model_input for d in datums]
+    after = models.critic.compute_values(inputs).result()
+
+    def error(values_D):
+        gaps_D = [(v - d.loss_fn_inputs["returns"].array) * d.loss_fn_inputs["mask"].array for v, d in zip(values_D, datums, strict=True)]
+        return sum(float((gap_T**2).sum()) for gap_T in gaps_D)
+
+    assert error(after) < 0.9 * error(before)
+
+
+def whole_sequence(datum):
+    """Its targets are its inputs shifted by one, as those of a sampled sequence are."""
+    targets = [*datum.model_input.to_ints()[1:], 7]
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, "target_tokens": targets})
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_stays_what_it_was(service, rank):
+    """While the policy's weights are replaced, and made again as a resumed run does."""
+    model = ModelSettings(lora_rank=rank)
+    policy = make_policy(service, model, None, None, 7, value_head=True)
+    hosts = StageHosts(service, policy, model, None, {}, 7)
+    reference = hosts.beginning()
+    datums = [whole_sequence(d) for d in random_datums(3)]
+    first = reference.logprobs(datums, 0.8)
+    own = policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result().loss_fn_outputs
+    np.testing.assert_allclose(np.concatenate(first), np.concatenate([o["logprobs"].array for o in own]), atol=1e-5)
+    for _ in range(3):
+        policy.forward_backward(datums, "importance_sampling").result()
+        policy.optim_step(AdamParams(1e-2)).result()
+    path = policy.save_state("here").result().path
+    moved = policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result().loss_fn_outputs
+    assert np.abs(np.concatenate([o["logprobs"].array for o in moved]) - np.concatenate(first)).max() > 0.01
+    resumed = make_policy(service, model, None, path, 7)
+    for scorer in (reference, StageHosts(service, resumed, model, None, {}, 7, path).beginning()):
+        np.testing.assert_array_equal(np.concatenate(scorer.logprobs(datums, 0.8)), np.concatenate(first))
+
+
+# ------------------------------------------------------------------------------------------------------------ whole runs
+
+REWARD = "def digits(prompt, response, meta):\n    return sum(c.isdigit() for c in response) / 4 + (response[:1] == '1')\n"
+CASES = {
+    "head": "--kl-coef 0 --kl-target 0.0001 --normalise-rewards --num-substeps 2 --group-size 2",
+    "critic, lora": "--critic-model policy --lora-rank 2 --kl-target 0.001 --kl-in loss --learning-rate 1e-2 --critic-learning-rate 1e-3",
+}
+
+
+def train(folder, *words):
+    command = [sys.executable, str(REPO / "train.py"), "ppo", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_and_two_steps_are_four(tmp_path, case):
+    """With the adaptive coefficient and the running statistics on their way."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    words = "--reward rewards.py:digits --steps 4 --save-every 2 --batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 3e-3 "
+    words = [*(words + CASES[case]).split()]
+    train(tmp_path, *words, "--output-dir", "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/checkpoints/ppo-final")
+    assert "going on from ppo-000002" in train(tmp_path, *words, "--output-dir", "out", "--resume")
+    rows = []
+    for name in ("whole", "out"):
+        text = (tmp_path / name / "metrics.jsonl").read_text()
+        rows.append([{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in text.splitlines()])
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+    coefficients = [row["optim/kl_coef"] for row in rows[0]]
+    assert len(set(coefficients)) > 2, coefficients
+    if case == "head":
+        assert coefficients[0] == 0 and len({row["reward/running_mean"] for row in rows[0]}) == 4
+    files = sorted(p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole/checkpoints/ppo-final").rglob("*.safetensors"))
+    # of each model its weights, its head where it has one, its optimizer; and the generators
+    assert len(files) == (6 if "critic" in case else 4), files
+    for file in files:
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "out" / file).read_bytes(), file

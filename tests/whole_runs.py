@@ -1,0 +1,57 @@
+"""Whole runs in this process, for tests of methods."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl import run, stage
+from rl.cli import parse
+from rl.methods import METHODS
+from rl.run import execute
+from rl.settings import RunSettings
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
+
+
+def train(words: str, folder: Path) -> list[dict]:
+    """What `train.py WORDS` does; its metrics, without what depends on the clock."""
+    execute(parse([*words.split(), "--output-dir", str(folder), "--quiet"], METHODS, RECIPE, options=RunSettings))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = [f for model in (folder / "checkpoints").glob("*-final/model") for f in model.glob("*.safetensors")]
+    return load_file(str(file))
+
+
+class _Cut(Exception):
+    pass
+
+
+def two_and_two(words: str, folder: Path) -> list[dict]:
+    """Four steps at once, and four that are broken off in the third and resumed from the second: asserts the same metrics and weights.
+
+    `words`: of a run of one stage, without steps and saving. Returns the metrics.
+    """
+    words += " --steps 4 --save-every 2"
+    whole = train(words, folder / "whole")
+
+    class CutStage(stage.Stage):
+        def _log(self, done, metrics):
+            if done == 3:
+                raise _Cut
+            super()._log(done, metrics)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Cut):
+        patch.setattr(run, "Stage", CutStage)
+        train(words, folder / "cut")
+    saved = [path.name for path in (folder / "cut" / "checkpoints").iterdir()]
+    assert [name.rsplit("-", 1)[1] for name in saved] == ["000002"]
+    assert train(f"{words} --resume", folder / "cut") == whole
+    one, other = final_weights(folder / "whole"), final_weights(folder / "cut")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return whole
