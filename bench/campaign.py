@@ -72,6 +72,7 @@ PARTS = (
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
     Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
+    Part("grpo_losses_vs_trl", "GRPO's loss types against TRL: losses and gradients equal to 1e-4", "grpo_losses_vs_trl.py", peers=True),
     Part("scaling", "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes", "scaling.py", ("--measure",)),
     Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--variants", "plain", "fused")),
 )

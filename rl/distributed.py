@@ -148,6 +148,11 @@ def all_sum_(tensors: list[torch.Tensor]) -> None:
             tensor.copy_(piece.view_as(tensor))
 
 
+def another_group(timeout_seconds: float) -> Any:
+    """All ranks once more, over the same backend; `timeout_seconds`: the bound of one wait in it."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
 def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
     """Shards a model over the ranks in place (FSDP2), each of `layers` a unit of its own and what is left another.
 

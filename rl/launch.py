@@ -44,7 +44,7 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     group = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=bound)]
     _refuse_before_start(asked)
     if _flag("ACCELERATE_USE_DEEPSPEED"):
-        accelerator = _with_deepspeed(bf16, precision, group)
+        accelerator = _with_deepspeed(bf16, precision, group, timeout_seconds)
     else:
         # Without cpu=True accelerate joins a gloo group and then takes every process for a single one.
         accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu and asked > 1, kwargs_handlers=group if asked > 1 else [])
@@ -105,18 +105,33 @@ def _refuse_before_start(asked: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- DeepSpeed
 
 
-def _with_deepspeed(bf16: bool, precision: str, handlers: list[Any]) -> Any:
+def _with_deepspeed(bf16: bool, precision: str, handlers: list[Any], timeout_seconds: float) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
+    from deepspeed.utils import groups
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    _build_nothing()
     plugin = DeepSpeedPlugin(hf_ds_config=engine_config(_asked_config(), bf16=bf16), zero3_init_flag=False)
     accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+    if distributed.world() > 1:
+        # Else DeepSpeed makes this group itself, for gradients, with torch's bound of 30 (NCCL: 10) minutes instead of ours.
+        groups._WORLD_GROUP = distributed.another_group(timeout_seconds)
     # The plugin tells transformers that ZeRO-3 is on, and every from_pretrained would then return empty shards: also for
     # models that are read to be sampled from, scored or saved. Learners are sharded where they are made (rl.backend_deepspeed).
     unset_hf_deepspeed_config()
     return accelerator
+
+
+def _build_nothing() -> None:
+    """On CPUs DeepSpeed would compile collectives at start (of inference, which nothing here uses), under a lock in torch's cache.
+
+    A process that is killed meanwhile leaves the lock behind, and every later start on the machine would wait for it, for ever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _asked_config() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import torch  # noqa: E402
 from helpers import random_datums  # noqa: E402
+from torch.distributed.distributed_c10d import _world  # noqa: E402
 
 from rl import ServiceClient, driver, types  # noqa: E402
 from rl.launch import make_accelerator  # noqa: E402
@@ -123,12 +124,13 @@ class CaseWorker(Worker):
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
 
     def describe(self, model_id: int) -> dict[str, Any]:
-        """`own`: the numbers that this rank holds of the model while nothing runs."""
+        """`own`: the numbers that this rank holds of the model while nothing runs; `bound`: seconds of the longest wait in a collective."""
         backend = self.learners[model_id].backend
         own = [p.to_local() if type(p).__name__ == "DTensor" else p for p in self.learners[model_id].model.parameters()]
         return {
             "processes": self.accelerator.num_processes,
             "own": sum(p.numel() for p in own),
+            "bound": max((pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in _world.pg_map), default=0),
             "stage": getattr(backend, "stage", None),
             "optimizer_device": str(next((p.device for p in backend.optimizer.fp32_partitioned_groups_flat), None))
             if getattr(backend, "stage", 0) == 3

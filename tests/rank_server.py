@@ -51,14 +51,16 @@ def serve(*modules: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print what they like
     for name in ("transformers", "accelerate", "huggingface_hub", "safetensors.torch", "rl.run", "rl.entry", *modules):
         importlib.import_module(name)
-    print(json.dumps({"ready": True}), flush=True)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
             pid, status = os.waitpid(order["wait"], os.WNOHANG)
-            print(json.dumps({"code": os.waitstatus_to_exitcode(status) if pid else None}), flush=True)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status) if pid else None}), file=answers, flush=True)
             continue
         port, pids = free_port(), []
         for rank in range(order["world"]):
@@ -66,7 +68,7 @@ def serve(*modules: str) -> None:
             if pid == 0:
                 sys.exit(become_rank(order, rank, port))
             pids.append(pid)
-        print(json.dumps({"pids": pids}), flush=True)
+        print(json.dumps({"pids": pids}), file=answers, flush=True)
 
 
 class Launch:

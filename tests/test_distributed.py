@@ -96,7 +96,7 @@ def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
 
 def run(command: list[str], out: Path, timeout: float = 300.0) -> None:
     """Runs a launch, all of whose processes are gone afterwards, also when it hangs."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(out / "extensions")}
     with (out / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -226,11 +226,18 @@ def test_the_launch_is_what_it_says(launched):
         assert launch["wrapped"] == wrapped.replace("*", "PeftModelForCausalLM" if case.startswith("lora") else "Qwen3ForCausalLM")
         assert launch["stage"] == (int(name[-1]) if name.startswith("zero") else None)
         assert launch["dtype"] == "fp32"
+        assert launch["bound"] <= 2 * 60 + 60  # twice the timeout and a minute, see ObjectGroup; never a library's own half hour
         share = launch["own"] / launch["parameters"]
         if name == "zero3":
             assert share < 0.05  # the norms: DeepSpeed keeps its shares elsewhere
         else:
             assert share == pytest.approx(0.5, abs=0.01) if name == "fsdp2" else share == 1
+
+
+def test_nothing_is_compiled_at_start(launched):
+    """Torch builds extensions under a lock: one that a killed process has left would hold up every later start, for ever."""
+    _, _, out = launched
+    assert not (out / "extensions").exists()
 
 
 def test_cuts_are_what_they_say(launched):

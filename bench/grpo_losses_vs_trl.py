@@ -1,0 +1,253 @@
+"""GRPO's losses and gradients in Whetstone against TRL's GRPOTrainer, for every loss type that both have, and with a KL term.
+
+    .venv-bench/bin/python bench/grpo_losses_vs_trl.py
+
+TRL runs `GRPOTrainer.train()` from a folder of random weights (tiny:addition), fp32 on a CPU: it samples one batch and takes two
+optimizer steps on it. Whetstone gets the same weights and the same completions, scores them itself (rewards, advantages, logprobs) and
+takes two steps by the hooks of `grpo`. In the first step all ratios are 1; in the second each side goes on from its own first, so
+that ratios differ from 1; `outside` is the share of tokens whose ratio lies outside the bounds of clipping. AdamW (0.9, 0.95, eps
+1e-8), norms not clipped, one micro-batch (over which TRL's bnpo takes its mean).
+The rows compare the loss, as TRL's `compute_loss` returns it, and the gradient of all weights before each step.
+
+Advantages are centred by the group's mean and not divided by its standard deviation, which both have; TRL's is the sample's (n - 1)
+with 1e-4 added, Whetstone's `mean_std` the population's with 1e-6. The KL to the reference is the term in the loss that both have: k3
+differentiated as it stands (Whetstone's `k3_pathwise`; TRL's with `use_bias_correction_kl` off).
+
+The exit code is 1 if a loss (relative, where above 1) or a gradient (the norm of the difference over TRL's norm) differs by more
+than 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+from bench.campaign import command_line, machine, write_table  # noqa: E402
+
+TOLERANCE = 1e-4
+PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
+# TRL's settings, and Whetstone's settings of the same loss. TRL's epsilons are distances from 1, but for cispo a largest ratio.
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"loss_type": "grpo"}, {"normalise": "sequence_means"}),
+    "grpo with KL": ({"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, {"normalise": "sequence_means", "kl_coef": 0.1}),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {"normalise": "constant"}),
+    "bnpo": ({"loss_type": "bnpo"}, {"normalise": "tokens"}),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"normalise": "tokens", "clip_high": 1.28}),
+    "gspo": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.1},
+        {"loss": "gspo", "normalise": "sequence_means", "clip_low": 0.9, "clip_high": 1.1},
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.2},
+        {"loss": "cispo", "normalise": "tokens", "clip_low": 0.0, "clip_high": 1.2},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Steps:
+    """What a side did: its loss, its gradient by parameter name and its share of ratios outside the bounds, one of each a step."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Any]] = field(default_factory=list)
+    outside: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What TRL drew."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+
+def reward_of(text: str) -> float:
+    """The share of even digits: random weights earn something between 0 and 1."""
+    return sum(character in "02468" for character in text) / MAX_TOKENS
+
+
+def run_trl(args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path) -> tuple[Steps, list[Completion]]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps, drawn = Steps(), []
+
+    class KeptTrainer(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            if not drawn:
+                drawn.extend(_completions(inputs))
+            loss = super()._compute_loss(model, inputs)
+            steps.losses.append(float(loss.detach()))
+            return loss
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
+            steps.gradients.append({name: p.grad.detach().clone() for name, p in model.named_parameters()})
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [reward_of(text) for text in completions]
+
+    rows = [{"prompt": f"{10 + 9 * i}+{35 + 7 * i}="} for i in range(PROBLEMS)]
+    config = GRPOConfig(
+        output_dir=str(folder), max_steps=STEPS, seed=args.seed, use_cpu=True, bf16=False, fp16=False, learning_rate=args.learning_rate,
+        lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0, max_grad_norm=0.0,
+        per_device_train_batch_size=PROBLEMS * SAMPLES, gradient_accumulation_steps=1, steps_per_generation=1, num_generations=SAMPLES,
+        num_iterations=STEPS, max_completion_length=MAX_TOKENS, temperature=1.0, scale_rewards="none",
+        shuffle_dataset=False, gradient_checkpointing=False, dataloader_num_workers=0, dataloader_pin_memory=False,
+        logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none", disable_tqdm=True, **{"beta": 0.0, **settings},
+    )  # fmt: skip
+    trainer = KeptTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model), processing_class=AutoTokenizer.from_pretrained(model), reward_funcs=reward,
+        args=config, train_dataset=Dataset.from_list(rows), callbacks=[Gradients()],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return steps, drawn
+
+
+def _completions(inputs: dict[str, Any]) -> list[Completion]:
+    """TRL's padded batch as token ids."""
+    found = []
+    columns = [inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    for prompt, prompt_mask, response, response_mask in zip(*columns, strict=True):
+        found.append(Completion(tuple(prompt[prompt_mask.bool()].tolist()), tuple(response[response_mask.bool()].tolist())))
+    return found
+
+
+def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path, drawn: list[Completion]) -> Steps:
+    """The hooks of `grpo` on a real client; what its worker computes is noted on the way."""
+    from rl import driver
+    from rl.methods.base import Models, Progress
+    from rl.methods.grpo import GrpoSettings, PolicyGradient, PolicyGradientSettings
+    from rl.scoring import FrozenScorer
+    from rl.service import ServiceClient
+    from rl.settings import KlSettings, OptimSettings, SamplingSettings
+
+    steps, execute = Steps(), driver._execute
+
+    def noting(worker: Any, verb: str, arguments: Any) -> Any:
+        if verb == "optim_step":
+            steps.gradients.append({name: p.grad.detach().clone() for name, p in worker.learners[0].trainable.items()})
+        result = execute(worker, verb, arguments)
+        if verb == "forward_backward" and arguments[5]:
+            sums, divisor = result[1], arguments[4]
+            steps.losses.append(sums["loss:sum"] / divisor)
+            steps.outside.append((sums["clipped_low:sum"] + sums["clipped_high:sum"]) / sums["active_tokens:sum"])
+        return result
+
+    method = PolicyGradient(
+        GrpoSettings(
+            sampling=SamplingSettings(temperature=1.0, max_tokens=MAX_TOKENS),
+            policy_gradient=PolicyGradientSettings(
+                group_size=SAMPLES, advantage="mean", **{k: v for k, v in settings.items() if k != "kl_coef"}
+            ),
+            kl=KlSettings(kl_coef=settings.get("kl_coef", 0.0), kl_in="loss", kl_kind="k3_pathwise"),
+            optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
+        )
+    )
+    driver._execute = noting
+    try:
+        with ServiceClient(output_dir=folder, seed=args.seed) as service:
+            reference = FrozenScorer(service.create_sampling_client(base_model=str(model)))
+            models = Models(service.create_full_training_client(str(model)), {"reference": reference})
+            datums = method.credit(_groups(models.policy, drawn), models)
+            for step in range(STEPS):
+                method.learn(models, datums, Progress(step, STEPS))
+    finally:
+        driver._execute = execute
+    return steps
+
+
+def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
+    """The completions as trajectory groups, scored and rewarded by Whetstone. ValueError where a group has no signal."""
+    from rl.rollout import is_mixed
+    from rl.types import ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
+
+    tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
+    logprobs = sampler.compute_logprobs_many([ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]).result()
+    members: dict[tuple[int, ...], list[Trajectory]] = {}
+    for one, scores in zip(drawn, logprobs, strict=True):
+        action = SampledSequence(list(one.response), scores[len(one.prompt) :])
+        reward = reward_of(tokenizer.decode(one.response, skip_special_tokens=True))
+        trajectory = Trajectory([Transition(ModelInput.from_ints(list(one.prompt)), action, reward, True)])
+        members.setdefault(one.prompt, []).append(trajectory)
+    groups = [TrajectoryGroup(group, [0.0] * len(group), [{} for _ in group]) for group in members.values()]
+    if [len(group.trajectories_G) for group in groups] != [SAMPLES] * PROBLEMS or not all(map(is_mixed, groups)):
+        raise ValueError("a group is not whole, or all of its members earn the same, which Whetstone leaves out: take another --seed")
+    return groups
+
+
+def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
+    """A row for each step."""
+    import torch
+
+    rows = []
+    for step in range(STEPS):
+        mine, other = ours.gradients[step], theirs.gradients[step]
+        if mine.keys() != other.keys():
+            raise ValueError(f"the two have gradients of different weights: {sorted(mine.keys() ^ other.keys())}")
+        flat = [torch.cat([gradients[key].double().flatten() for key in mine]) for gradients in (mine, other)]
+        loss, trl_loss = ours.losses[step], theirs.losses[step]
+        rows.append(
+            {
+                "loss_type": name,
+                "step": step,
+                "whetstone_loss": round(loss, 7) + 0.0,  # no -0
+                "trl_loss": round(trl_loss, 7) + 0.0,
+                "loss_difference": f"{abs(loss - trl_loss) / max(1.0, abs(trl_loss)):.1e}",
+                "gradient_norm": f"{float(flat[1].norm()):.6g}",
+                "gradient_difference": f"{float((flat[0] - flat[1]).norm() / flat[1].norm()):.1e}",
+                "outside": round(ours.outside[step], 3),
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="large enough that the second step clips")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "grpo_losses_vs_trl_cpu.csv")
+    args = parser.parse_args()
+
+    import torch
+    import trl
+    from transformers.utils import logging as transformers_logging
+
+    from rl.models import load_model
+
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    table: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="grpo_losses_vs_trl-") as name:
+        folder = Path(name)
+        loaded = load_model("tiny:addition", seed=args.seed)
+        loaded.model.save_pretrained(folder / "model")
+        loaded.tokenizer.save_pretrained(folder / "model")
+        for loss, (trl_settings, own_settings) in LOSSES.items():
+            theirs, drawn = run_trl(args, trl_settings, folder / "model", folder / f"trl-{loss}")
+            ours = run_whetstone(args, own_settings, folder / "model", folder / loss, drawn)
+            table += compare(loss, ours, theirs)
+            for row in table[-STEPS:]:
+                print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": machine(), "command": command_line()}
+    write_table(args.output, [{**row, **about} for row in table])
+    worst = max(float(row[name]) for row in table for name in ("loss_difference", "gradient_difference"))
+    print(f"largest difference {worst:.1e}, allowed {TOLERANCE}")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Whatever is killed, hangs, fills up or is damaged: an error that names the culprit, no hang, no orphan, no lost checkpoint."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rank_server import REPO, Launch, Ranks
+from safetensors.torch import load_file, save_file
+from test_run import assert_same, command, environment, rows, write
+
+from rl import checkpoint
+from rl.keeper import Keeper
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, preloads a library")
+SEEDS = range(5)  # bench/kill_campaign.py has twenty
+QUICK = ("--eval-every", "0", "--rollouts-every", "0", "--no-eval-greedy")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    server = Ranks("deepspeed")
+    yield server
+    server.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- a save goes wrong
+
+
+@pytest.fixture(scope="module")
+def faulty_disk(tmp_path_factory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the faulty disk with")
+    library = tmp_path_factory.mktemp("disk") / "faulty_disk.so"
+    source = REPO / "tests" / "faulty_disk.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "full"])
+def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk, tmp_path, fault):
+    words = [sys.executable, str(REPO / "tests" / "save_faults.py"), fault, str(tmp_path)]
+    done = subprocess.run(words, env=environment(LD_PRELOAD=str(faulty_disk)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    # every file of a checkpoint is written, and synced with its folders; the checkpoint, its row, the metrics and the old one are renamed
+    assert found["writes"] >= 10 and found["fsyncs"] >= 12 and found["renames"] >= 4, found
+    assert found["from_step_1"] > 20 and found["from_step_2"] > 5, found
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
+
+def write_checkpoint(folder: Path, value: float) -> None:
+    with checkpoint.writing(folder) as aside:
+        (aside / "model").mkdir()
+        save_file({"w": torch.full((40,), value)}, str(aside / "model" / "model.safetensors"))
+        (aside / "state.json").write_text(json.dumps({"value": value}))
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "checkpoints" / f"s-{step}", float(step))
+    named = [{"name": f"s-{step}", "state_path": "noted elsewhere"} for step in (1, 2)]
+    file = tmp_path / "checkpoints" / "s-2" / name
+    whole, rng = file.read_bytes(), random.Random(0)
+    damages = [whole[:size] for size in (0, 1, len(whole) // 2, len(whole) - 1)] + [whole + b"x"] * (name != "manifest.json")
+    for _ in range(60):
+        bit = rng.randrange(8 * len(whole))
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damages.append(bytes(flipped))
+    refused = 0
+    for damaged in damages:
+        file.write_bytes(damaged)
+        console = Heard()
+        found = Keeper.newest_whole(tmp_path, named, console)
+        assert found is not None
+        if console.said:
+            refused += 1
+            assert found[0]["name"] == "s-1" and found[1] == {"value": 1.0} and "s-2 cannot be used" in console.said[0]
+        else:  # a bit of the manifest that says nothing, such as a space made a tab: all else is as it was
+            assert name == "manifest.json" and found[0]["name"] == "s-2" and found[1] == {"value": 2.0}
+    assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
+    file.write_bytes(whole)
+    assert Keeper.newest_whole(tmp_path, named, Heard())[0]["name"] == "s-2"
+
+
+def test_no_room_is_known_before_anything_is_written(tmp_path):
+    write_checkpoint(tmp_path / "first", 1.0)
+    with pytest.raises(checkpoint.DiskFull, match="MiB free.*make room"):
+        with checkpoint.writing(tmp_path / "second", expected_bytes=2**60):
+            raise AssertionError("nothing is to be written")
+    assert [p.name for p in tmp_path.iterdir()] == ["first"]
+
+
+# ------------------------------------------------------------------------------------------------------------------- signals
+
+LISTEN = """
+import os, sys, time
+sys.path.insert(0, {repo!r})
+from rl.interrupts import StopRequest
+with StopRequest(float(sys.argv[1])) as request:
+    print("listening", flush=True)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        if request.exit_code is not None and len(sys.argv) > 2:
+            time.sleep(float(sys.argv[2]))
+            sys.exit(request.exit_code)
+"""
+
+
+def listening(*words: str) -> subprocess.Popen:
+    code = LISTEN.format(repo=str(REPO))
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "listening\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_one_request_may_come_several_times(number, code):
+    process = listening("30", "0.3")
+    for _ in range(3):  # from the launcher, from the scheduler, ...
+        process.send_signal(number)
+        time.sleep(0.02)
+    assert process.wait(15) == code and process.stderr.read() == ""
+
+
+def test_a_second_signal_ends_at_once():
+    process = listening("30")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 75 and "a second signal, SIGTERM" in process.stderr.read()
+
+
+def test_an_exceeded_grace_time_ends_at_once():
+    process, begin = listening("0.3"), time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 75 and "stop_grace" in process.stderr.read()
+    assert time.monotonic() - begin < 10
+
+
+# ------------------------------------------------------------------------------------------------- two processes, one is lost
+
+
+def wait_for(launch: Launch, folder: Path, ready, seconds: float = 120) -> None:
+    """Until the metrics written satisfy `ready`; AssertionError where the run ends before that."""
+    deadline = time.monotonic() + seconds
+    while not (folder / "metrics.jsonl").exists() or not ready(rows(folder)):
+        assert not launch.poll(), launch.output()
+        assert time.monotonic() < deadline, launch.output()
+        time.sleep(0.005)
+
+
+def at_step(stage: str, batch: int):
+    return lambda seen: any(row["stage"] == stage and row.get("progress/batch", -1) >= batch for row in seen)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory) -> tuple[Path, float]:
+    """(folder, seconds) of a run on two processes that nobody disturbs."""
+    cwd, begin = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
+    launch = ranks.start(write(cwd), "--output-dir", "out", *QUICK, cwd=cwd, world=2)
+    assert launch.wait(240) == [0, 0], launch.output()
+    assert "2 processes" in launch.output(0)
+    return cwd / "out", time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kill_9_of_a_random_rank_at_a_random_point(ranks, undisturbed, tmp_path, seed):
+    killed_and_resumed(ranks, undisturbed, tmp_path, seed)
+    assert ranks.nothing_left() == []
+
+
+def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path, seed: int) -> str:
+    """Returns what happened, in words. AssertionError where the resumed run does not end with the undisturbed bits."""
+    rng, (whole, seconds) = random.Random(seed), undisturbed
+    victim, moment = rng.randrange(2), rng.uniform(0.02, 0.95) * seconds
+    recipe = write(cwd)
+    launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=cwd, world=2)
+    time.sleep(moment)
+    launch.kill(victim)
+    codes = launch.wait(60)  # the other one ends by itself
+    if codes[victim] == -signal.SIGKILL:
+        assert codes[1 - victim] == 1, launch.output()
+        if (cwd / "out" / "metrics.jsonl").exists():  # else it was killed before the ranks knew each other
+            assert f"rank {victim} (process {launch.pids[victim]} on " in flat(launch.output(1 - victim)), launch.output()
+    seen = len(rows(cwd / "out")) if (cwd / "out" / "metrics.jsonl").exists() else 0
+    resumed = ranks.start(recipe, "--output-dir", "out", "--auto-resume", *QUICK, cwd=cwd, world=2)
+    assert resumed.wait(240) == [0, 0], resumed.output()
+    assert_same(cwd / "out", whole, "grpo")
+    return f"rank {victim} killed after {moment:.1f} s, {seen} rows, exit codes {codes}"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
+    launch = ranks.start(write(tmp_path), "--output-dir", "out", "--timeout", "3", *QUICK, cwd=tmp_path, world=2)
+    wait_for(launch, tmp_path / "out", at_step("sft", 1))
+    launch.kill(1, signal.SIGSTOP)
+    begin = time.monotonic()
+    while launch.codes[0] is None and time.monotonic() < begin + 60:
+        launch.poll()
+        time.sleep(0.05)
+    seconds = time.monotonic() - begin
+    launch.kill(1)  # what a launcher does once one of its processes has failed
+    assert launch.wait(20) == [1, -signal.SIGKILL], launch.output()
+    assert f"rank 1 (process {launch.pids[1]} on" in flat(launch.output(0)) and "did not answer within 3 s" in flat(launch.output(0))
+    assert 2.5 < seconds < 30 and "Traceback" not in launch.output(0), launch.output(0)
+    assert ranks.nothing_left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(ranks, undisturbed, tmp_path, number):
+    recipe = write(tmp_path)
+    launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=tmp_path, world=2)
+    wait_for(launch, tmp_path / "out", at_step("grpo", 1))
+    for rank in (1, 0):  # a scheduler tells all processes
+        launch.kill(rank, number)
+    assert launch.wait(60) == [75, 0], launch.output()
+    done = len(rows(tmp_path / "out"))
+    resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path, world=2)
+    assert resumed.wait(240) == [0, 0], resumed.output()
+    assert "going on from grpo-" in resumed.output(0)
+    assert 0 < done < len(rows(undisturbed[0]))
+    assert_same(tmp_path / "out", undisturbed[0], "grpo")
+    assert ranks.nothing_left() == []
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undisturbed, tmp_path):
+    """Each update is made to take two seconds of a grace time of one and a half: the state before it is saved, in time."""
+    recipe = write(tmp_path)
+    script = tmp_path / "slow.py"
+    script.write_text(f"""
+import runpy, sys, time
+sys.path.insert(0, {str(REPO)!r})
+from rl.methods import grpo
+learn = grpo.PolicyGradient.learn
+def slow(self, models, datums, progress):
+    if progress.batch >= 1:
+        time.sleep(2.0)
+    return learn(self, models, datums, progress)
+grpo.PolicyGradient.learn = slow
+runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
+""")
+    launch = ranks.start(recipe, "--output-dir", "out", "--stop-grace", "1.5", *QUICK, cwd=tmp_path, script=str(script))
+    wait_for(launch, tmp_path / "out", at_step("grpo", 1))
+    batches = lambda: sum(row["stage"] == "grpo" and "progress/batch" in row for row in rows(tmp_path / "out"))  # noqa: E731
+    before = batches()
+    launch.kill(0, signal.SIGTERM)
+    assert launch.wait(60) == [75], launch.output()
+    assert "ended at once" not in launch.output() and before == batches()
+    resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path)
+    assert resumed.wait(240) == [0] and f"{before} steps done" in flat(resumed.output(0)), resumed.output()
+    alone = ranks.start(recipe, "--output-dir", "alone", *QUICK, cwd=tmp_path)
+    assert alone.wait(240) == [0]
+    assert rows(tmp_path / "out") == rows(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
+    recipe = write(tmp_path)
+    (tmp_path / "tests_rewards.py").write_text(
+        "import subprocess, time\ndef digits(prompt, response, meta):\n    subprocess.run(['sleep', '600'])\n"
+    )
+    flags = ("--output-dir", "out", "--reward-timeout", "0.4", "--batch-size", "1", "--reward-workers", "2", *QUICK)
+    launch = ranks.start(recipe, *flags, cwd=tmp_path, world=2)
+    assert launch.wait(120) == [2, 0], launch.output()
+    said = flat(launch.output(0))
+    assert "digits" in said and "did not end within 0.4 s" in said and "failed on every sample" in said
+    assert ranks.nothing_left() == []  # neither the workers nor what the reward started
+
+
+@pytest.mark.slow
+def test_a_driver_that_raises_releases_the_others(ranks, tmp_path):
+    script = tmp_path / "raises.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(REPO)!r})
+from rl import ServiceClient
+service = ServiceClient()
+client = service.create_full_training_client("tiny:addition")
+client.result()
+raise LookupError("of the script itself")
+""")
+    launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
+    assert launch.wait(60) == [1, 0], launch.output()
+    assert "LookupError: of the script itself" in launch.output(0) and launch.output(1).strip() == "[1]"
+
+
+@pytest.mark.slow
+def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
+    """accelerate's own launcher: it ends with the others, says so in its exit code, and leaves no process of its session."""
+    words = ["launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml"), "--num_processes", "2", *command()[1:]]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", *words, str(write(tmp_path)), "--output-dir", "out", *QUICK],
+        cwd=tmp_path,
+        env=environment(WHETSTONE_TEST_TAG=str(tmp_path)),
+        stdout=(tmp_path / "log").open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "out" / "metrics.jsonl").exists() or not at_step("sft", 1)(rows(tmp_path / "out")):
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    victims = [pid for pid in tagged(str(tmp_path)) if b"RANK=1" in environ_of(pid)]
+    assert len(victims) == 1
+    os_kill(victims[0])
+    assert process.wait(60) == 1
+    said = (tmp_path / "log").read_text()
+    assert f"rank 1 (process {victims[0]} on" in flat(said), said
+    deadline = time.monotonic() + 5
+    while tagged(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert tagged(str(tmp_path)) == []
+
+
+def environ_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def tagged(tag: str) -> list[int]:
+    pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+    return [pid for pid in pids if f"WHETSTONE_TEST_TAG={tag}".encode() in environ_of(pid)]
+
+
+def os_kill(pid: int) -> None:
+    import os
+
+    os.kill(pid, signal.SIGKILL)
+
+
+# --------------------------------------------------------------------------------------- another world size, another ZeRO stage
+
+LAUNCHES = {
+    "one": (1, None, ["NO", "Qwen3ForCausalLM", 1]),
+    "ddp": (2, None, ["MULTI_CPU", "DistributedDataParallel", 2]),
+    "zero1": (2, 1, ["DEEPSPEED", "DeepSpeedEngine", 2]),
+    "zero3": (2, 3, ["DEEPSPEED", "DeepSpeedEngine", 2]),
+    "zero2": (2, 2, ["DEEPSPEED", "DeepSpeedEngine", 2]),
+    "zero3-one": (1, 3, ["DEEPSPEED", "DeepSpeedEngine", 1]),
+}
+# each loads what the one before saved after two more updates, so that every kind of launch is written by and read by another
+CHAIN = ["one", "ddp", "zero3", "zero1", "zero2", "zero3-one", "ddp", "one"]
+
+
+@pytest.mark.slow
+def test_weights_and_optimizer_are_exact_under_another_world_size_and_stage(ranks, tmp_path):
+    state, held = None, {}
+    for i, name in enumerate(CHAIN):
+        world, stage, launch = LAUNCHES[name]
+        env = {}
+        if stage is not None:
+            config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+            (tmp_path / f"{name}.json").write_text(json.dumps(config))
+            env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / f"{name}.json")}
+        out = tmp_path / f"{i}-{name}"
+        out.mkdir()
+        words = [str(out)] if state is None else [str(out), str(state)]
+        script = str(REPO / "tests" / "portable_cases.py")
+        started = ranks.start(*words, cwd=tmp_path, world=world, script=script, **env)
+        assert started.wait(120) == [0] * world, started.output()
+        result = json.loads((out / "result.json").read_text())
+        assert result["launch"] == launch and result["sync"] > 0
+        held[name] = result["pieces"]
+        if state is not None:
+            for file in ("model/model.safetensors", "optimizer.safetensors"):
+                saved, again = load_file(str(state / file)), load_file(str(out / "checkpoints" / "again" / file))
+                assert saved.keys() == again.keys() and len(saved) > 10
+                assert [key for key in saved if not torch.equal(saved[key], again[key])] == [], (CHAIN[i - 1], name, file)
+            moved = load_file(str(out / "checkpoints" / "end" / "optimizer.safetensors"))
+            assert not torch.equal(moved[key := next(k for k in moved if k.endswith("/exp_avg"))], saved[key])
+        state = out / "checkpoints" / "end"
+    # the way to the sampler under ZeRO-3: no more than one whole parameter in memory at a time
+    assert all(size == elements > 0 for size, elements in held["zero3"]) and len(held["zero3"]) > 10
+    assert all(elements > size for size, elements in held["zero1"])
