@@ -50,7 +50,8 @@ def writing(folder: Path, *, expected_bytes: int = 0, ttl_seconds: float | None 
     remove_expired(folder.parent)
     free = shutil.disk_usage(folder.parent).free
     if expected_bytes * 1.05 + 2**20 > free:
-        raise DiskFull(f"saving {folder} needs about {expected_bytes / 2**20:.0f} MiB, the disk has {free / 2**20:.0f} MiB free{_MAKE_ROOM}")
+        needed = f"{expected_bytes / 2**20:.0f} MiB"
+        raise DiskFull(f"saving {folder} needs about {needed}, the disk has {free / 2**20:.0f} MiB free{_MAKE_ROOM}")
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()

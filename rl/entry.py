@@ -17,7 +17,7 @@ LOST = 1
 
 
 def main(run: Run) -> int:
-    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: stopped by Ctrl-C."""
+    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: by Ctrl-C."""
 
     def work() -> None:
         if run.options.plan:

@@ -30,7 +30,8 @@ ROOM = 0.92  # of a GPU's memory: beyond it the allocator's fragments may not le
 class ModelShape:
     """A model in numbers. `small`: numbers in parameters that ZeRO-3 does not shard; `largest`: of one parameter.
 
-    `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it.
+    `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it; `layer`: numbers in a layer, which
+    FSDP2 puts together as one.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelShape:
     max_context: int | None
     fast: bool
     windowed: bool
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Where a run runs. `zero`: DeepSpeed's stage, None without it; `offload`: the optimizer lives in CPU memory."""
+    """Where a run runs. `zero`: DeepSpeed's stage, None without it; `offload`: the optimizer lives in CPU memory; `fsdp`: FSDP2."""
 
     cuda: bool
     bf16: bool
@@ -91,6 +93,11 @@ class Launch:
     per_node: int = 1
     zero: int | None = None
     offload: bool = False
+    fsdp: bool = False
+
+    @property
+    def compute_bytes(self) -> int:
+        return BF16 if self.bf16 else FP32
 
     @property
     def weight_bytes(self) -> int:
@@ -140,14 +147,25 @@ def always(name: str, size: float) -> Item:
     return Item(name, size, size, size)
 
 
-def plan(shape: ModelShape, held: Held, launch: Launch, work: Work, others: Sequence[ModelShape] = ()) -> Plan:
-    """Everything. `held`: of a micro-batch (`rl.memory_trace`). `others`: models that only score (a reference, teachers)."""
+def plan(
+    shape: ModelShape,
+    held: Held,
+    launch: Launch,
+    work: Work,
+    others: Sequence[ModelShape] = (),
+    critics: Sequence[ModelShape] = (),
+) -> Plan:
+    """Everything. `held`: of a micro-batch (`rl.memory_trace`). `others`: models that only score (a reference, teachers).
+
+    `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken to need no more than its own.
+    """
     sampler = sampler_copy(shape, launch) if work.samples else 0.0
     items = [
         always("weights", weights(shape, launch)),
         always("optimizer (AdamW)", optimizer(shape, launch)),
         gradients(shape, launch),
         always("sampler's copy of the weights", sampler),
+        *(learner(critic, launch) for critic in critics),
         always("models that only score", sum(sampler_copy(other, launch) for other in others)),
         Item("activations", train=held.activations),
         Item("logits and output head", train=held.logits, sample=sampler_working(shape, launch, work)),
@@ -162,7 +180,9 @@ def plan(shape: ModelShape, held: Held, launch: Launch, work: Work, others: Sequ
 
 
 def weights(shape: ModelShape, launch: Launch) -> float:
-    """4 N; under DeepSpeed in bf16 2 N; at stage 3 sharded, but for parameters that are small."""
+    """4 N; under DeepSpeed in bf16 2 N; at stage 3 sharded, but for parameters that are small; FSDP2 shards all."""
+    if launch.fsdp:
+        return FP32 * shape.parameters / launch.world
     if launch.zero == 3:
         return launch.weight_bytes * ((shape.parameters - shape.small) / launch.world + shape.small)
     return launch.weight_bytes * shape.parameters
@@ -172,6 +192,8 @@ def optimizer(shape: ModelShape, launch: Launch) -> float:
     """8 Nt; sharded from stage 1 on, with an fp32 copy of the weights (in fp32 training too)."""
     if launch.offload:
         return 0.0
+    if launch.fsdp:
+        return ADAM * shape.trainable / launch.world
     if launch.zero in (None, 0):
         return ADAM * shape.trainable
     return (ADAM + FP32) * shape.trainable / launch.world
@@ -181,9 +203,15 @@ def gradients(shape: ModelShape, launch: Launch) -> Item:
     """4 Nt while a step is under way; sharded at stage 2; at stage 3 in a buffer that is always there."""
     if launch.zero == 3:
         return always("gradients", 0.0 if launch.offload else FP32 * shape.trainable / launch.world)
-    share = launch.world if launch.zero == 2 else 1
+    share = launch.world if launch.zero == 2 or launch.fsdp else 1
     size = FP32 * shape.trainable / share
     return Item("gradients", train=size, update=size)
+
+
+def learner(shape: ModelShape, launch: Launch) -> Item:
+    """A second model that learns, beside what a micro-batch needs."""
+    stays, grads = weights(shape, launch) + optimizer(shape, launch), gradients(shape, launch)
+    return Item("critic: weights, optimizer, gradients", stays + grads.sample, stays + grads.train, stays + grads.update)
 
 
 def sampler_copy(shape: ModelShape, launch: Launch) -> float:
@@ -223,6 +251,8 @@ def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
     reserved = BUCKET if launch.cuda else in_bucket  # on a CPU memory is there once it is written to
     early = BUCKET if launch.cuda else 0  # stages 1 and 2 make the bucket anew for each backward and fill it as activations go
     name = "temporary buffers"
+    if launch.fsdp:
+        return Item(name, train=busy + fsdp_units(shape, launch))
     if launch.zero in (None, 0):
         if launch.world == 1:
             return Item(name, train=busy)
@@ -250,12 +280,19 @@ def live_weights(shape: ModelShape, launch: Launch) -> float:
     return launch.weight_bytes * min(large, REUSE + PREFETCH + shape.largest)
 
 
+def fsdp_units(shape: ModelShape, launch: Launch) -> float:
+    """What FSDP2 has put together at its fullest: embeddings and head, the layer at work and the next; and a unit's gradients to sum."""
+    outside = shape.parameters - shape.layers * shape.layer
+    summed = max(outside, shape.layer) * shape.trainable / shape.parameters
+    return launch.compute_bytes * (outside + 2 * shape.layer) + FP32 * summed
+
+
 def host(shape: ModelShape, launch: Launch) -> list[tuple[str, float]]:
     """CPU memory of one machine where the learner is on GPUs."""
     if not launch.cuda:
         return []
     needs = [("loading: every process reads the whole model in fp32", float(FP32 * shape.parameters * launch.per_node))]
-    if launch.zero is not None:
+    if launch.zero is not None or launch.fsdp:
         saving = FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable) + ADAM * shape.trainable
         needs.append(("saving: rank 0 puts weights and optimizer together", float(saving)))
     if launch.offload:

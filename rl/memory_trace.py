@@ -99,6 +99,7 @@ def _shape(loaded: LoadedModel) -> ModelShape:
     except Unsupported:
         fast = False
     layer_types = config.get("layer_types") or []
+    kinds = set(inner_model(model)._no_split_modules or ())
     return ModelShape(
         name=loaded.name,
         parameters=sum(p.numel() for p in parameters.values()),
@@ -115,6 +116,7 @@ def _shape(loaded: LoadedModel) -> ModelShape:
         vocab=loaded.vocab_size,
         max_context=config.get("max_position_embeddings") or config.get("n_positions"),
         fast=fast,
+        layer=max((sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds), default=0),
         windowed="sliding_attention" in layer_types or (not layer_types and bool(config.get("use_sliding_window"))),
     )
 

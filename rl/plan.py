@@ -14,12 +14,12 @@ import torch
 from rl.cli import Run
 from rl.cli import Stage as StagePlan
 from rl.errors import UserError
-from rl.launch import zero_settings
+from rl.launch import asks_for_fsdp, zero_settings
 from rl.memory_plan import GIB, ROOM, Held, Launch, MicroBatch, ModelShape, Work, micro_batch, plan, sampled_at_once
 from rl.memory_trace import Arithmetic, Skeleton
 from rl.methods import METHODS
 from rl.plan_page import Device, StageNeeds, gib, print_plans
-from rl.prepare import names_its_model
+from rl.prepare import begins_after, names_its_model
 from rl.settings import ModelSettings
 from rl.types import LoraConfig
 
@@ -36,12 +36,12 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
     cuda = here or asked
     launched, zero, offload = int(os.environ.get("WORLD_SIZE", "1")), *zero_settings()
     world = options.plan_gpus or launched
+    fsdp = asks_for_fsdp() and options.plan_zero is None
     if options.plan_zero is not None:
         zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
     per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
-    launch = Launch(
-        cuda=cuda, bf16=precision == "bf16" or (precision == "auto" and cuda), world=world, per_node=per_node, zero=zero, offload=offload
-    )
+    bf16 = precision == "bf16" or (precision == "auto" and cuda)
+    launch = Launch(cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp)
     if options.plan_gpu_memory is not None:
         return launch, Device(f"GPU of {options.plan_gpu_memory:g} GiB", options.plan_gpu_memory * GIB)
     if here:
@@ -60,11 +60,16 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
     for i, stage in enumerate(run.stages):
         base = next(chosen[j].model for j in range(i, -1, -1) if j == 0 or names_its_model(run.stages, j))
         model = replace(chosen[i].model, base_model=base.base_model, tokenizer=base.tokenizer)
-        found.append(_needs(stage, chosen[i], model, launch, prompt))
+        before = begins_after(run.stages, i)
+        adapter = bool(model.lora_rank) and (before is None or not chosen[before].model.lora_rank)
+        found.append(_needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter))
     return found
 
 
-def _needs(stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int) -> StageNeeds:
+def _needs(
+    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool
+) -> StageNeeds:
+    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off."""
     skeleton = _skeleton(model.base_model, model.tokenizer, _lora(model))
     shape, sampling, optim, loop = skeleton.shape, settings.sampling, settings.optim, settings.loop
     hooks = METHODS[stage.method].hooks(settings)
@@ -82,15 +87,17 @@ def _needs(stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch
     drawn += [sampled_at_once(groups=loop.batch_size, group=group, **lengths, **budgets)] if hooks.online else []
     prompts, rows = max(drawn, key=lambda pair: pair[1], default=(0, 0))
     work = Work(batch=batch, samples=bool(drawn), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens)
-    found = plan(shape, _held(model, batch, launch), launch, work, _others(stage.method, settings, skeleton))
+    others, method = _others(stage.method, settings, skeleton), METHODS[stage.method]
+    if method.keeps_beginning(settings) and not fresh_adapter:
+        others.append(shape)
+    critic = method.critic(settings)
+    critics = [] if critic is None else [shape if critic == "policy" else _skeleton(critic, model.tokenizer, _lora(model)).shape]
+    found = plan(shape, _held(model, batch, launch), launch, work, others, critics)
     return StageNeeds(stage.name, model.base_model, found, work, launch)
 
 
 def _others(method: str, settings: Any, policy: Skeleton) -> list[ModelShape]:
-    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy.
-
-    A critic of its own is not among them as the learner that it is.
-    """
+    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy."""
     shapes = []
     for target in METHODS[method].weights(settings):
         named = target.startswith("tiny:") or (Path(target).expanduser() / "config.json").is_file()
@@ -111,9 +118,9 @@ def _skeleton(base_model: str, tokenizer: str | None, lora: LoraConfig | None) -
 
 def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
     how = Arithmetic(
-        dtype=torch.bfloat16 if launch.weight_bytes == 2 else torch.float32,
-        autocast=launch.bf16 and launch.zero is None,
-        keeps_gradients=launch.zero in (None, 0),
+        dtype=torch.bfloat16 if launch.compute_bytes == 2 and (launch.fsdp or launch.zero is not None) else torch.float32,
+        autocast=launch.bf16 and launch.zero is None and not launch.fsdp,
+        keeps_gradients=launch.zero in (None, 0) and not launch.fsdp,
         fused=model.fused_logprobs,
         checkpointing=model.gradient_checkpointing,
     )
@@ -157,7 +164,7 @@ def _setting(section: str, name: str, value: Any, costly: bool = False) -> Chang
 
 def _sharding(stage: int, gpus: int, offload: bool = False) -> Change:
     def apply(launch: Launch) -> Launch:
-        return replace(launch, world=gpus, per_node=min(gpus, 8), zero=stage, offload=offload)
+        return replace(launch, world=gpus, per_node=min(gpus, 8), zero=stage, offload=offload, fsdp=False)
 
     name = f"zero{stage}{'_offload' if offload else ''}"
     return Change(f"accelerate_configs/{name}.yaml on {gpus} GPUs", _same, apply, "launch", costly=offload)
@@ -173,7 +180,7 @@ def _candidates(run: Run, launch: Launch) -> list[Change]:
     found.append(_setting("sampling", "kv_cache_tokens", max(1, sampling.kv_cache_tokens // 4)))
     if launch.cuda:
         gpus = max(launch.world, 8)
-        found += [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > (launch.zero or 0) or gpus > launch.world]
+        found += [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > (3 if launch.fsdp else launch.zero or 0) or gpus > launch.world]
         found += [_sharding(3, gpus, offload=True)] * (not launch.offload)
     return found
 

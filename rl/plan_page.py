@@ -64,6 +64,8 @@ def print_plans(stages: Sequence[StageNeeds], device: Device) -> None:
 def _launch_words(launch: Launch) -> str:
     what = "one process" if launch.world == 1 else f"{launch.world} processes"
     how = "" if launch.world == 1 else ", DDP"
+    if launch.fsdp:
+        how = ", FSDP2"
     if launch.zero is not None:
         how = f", ZeRO-{launch.zero}" + (" with the optimizer on the CPU" if launch.offload else "")
     return f"{what}{how}, {'bf16' if launch.bf16 else 'fp32'}"

@@ -18,7 +18,7 @@ def whole_at_once(worker: Worker, model_id: int) -> list[list[int]]:
     """A verb: for each piece of the weights on its way to the sampler, [its elements, elements in memory of all parameters]."""
     learner = worker.learners[model_id]
     held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # a sharded one's is 0 until it is gathered
-    return [[tensor.numel(), held()] for _, tensor in learner.weights(list(learner.parameter_shapes))]
+    return [[tensor.numel(), held()] for _, tensor in learner.weights(frozen=True)]
 
 
 def main(out: Path, state: str | None) -> None:

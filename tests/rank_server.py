@@ -4,6 +4,7 @@ Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "lo
 {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher does beside that is tested with the launcher itself.
 """
 
+import atexit
 import json
 import os
 import runpy
@@ -16,6 +17,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
+EARLY = ("rl.run", "rl.entry", "accelerate", "safetensors.torch", "huggingface_hub", "torch._dynamo", "torch.nn.parallel")
+EARLY += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3", "peft")
 
 
 def become_rank(order: dict, rank: int, port: int) -> int:
@@ -53,8 +56,9 @@ def serve(*modules: str) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print what they like
-    for name in ("transformers", "accelerate", "huggingface_hub", "safetensors.torch", "rl.run", "rl.entry", *modules):
+    for name in (*EARLY, *modules):
         importlib.import_module(name)
+    sys.modules["rl.plots"].draw = lambda *arguments: None  # seconds, for a picture that nobody here looks at
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -66,7 +70,10 @@ def serve(*modules: str) -> None:
         for rank in range(order["world"]):
             pid = os.fork()
             if pid == 0:
-                sys.exit(become_rank(order, rank, port))
+                code = become_rank(order, rank, port)
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                os._exit(code)  # taking thousands of modules down would only take time
             pids.append(pid)
         print(json.dumps({"pids": pids}), file=answers, flush=True)
 

@@ -5,12 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rl.cli import Run, read
 from rl.memory_plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, micro_batch, plan, sampled_at_once
 from rl.memory_trace import HEAD_BLOCKS, Arithmetic, Skeleton
+from rl.methods import METHODS
+from rl.plan import launch_of, needs_of
+from rl.plan_page import _launch_words
+from rl.settings import RunSettings
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -27,6 +33,7 @@ CASES = {
     "kv_cache": {"groups": 16, "group": 16, "answer": 192, "datums": 2, "budget": 512},
     "ddp": {"world": 2, "datums": 16},
     "zero3": {"world": 2, "datums": 16},
+    "fsdp2": {"world": 2, "datums": 16},
 }
 
 
@@ -37,17 +44,17 @@ def folder_of(model: dict, path: Path) -> str:
     return str(path)
 
 
-def planned(folder: str, s: dict, zero: int | None) -> Plan:
+def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> Plan:
     lora = LoraConfig(s["lora_rank"]) if s["lora_rank"] else None
     skeleton = Skeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
     batch = micro_batch(groups=s["datums"], group=1, prompt=s["prompt"], answer=s["answer"], budget=s["budget"], layout="padded",
                         world=s["world"], hidden=s["hidden_size"])  # fmt: skip
     assert batch.rows * length == s["budget"]
-    how = Arithmetic(fused=s["fused"], checkpointing=s["checkpointing"], keeps_gradients=zero is None)
+    how = Arithmetic(fused=s["fused"], checkpointing=s["checkpointing"], keeps_gradients=zero is None and not fsdp)
     work = Work(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
                 rows=s["groups"] * s["group"] // s["world"], answer=s["answer"])  # fmt: skip
-    launch = Launch(cuda=False, bf16=False, world=s["world"], per_node=s["world"], zero=zero)
+    launch = Launch(cuda=False, bf16=False, world=s["world"], per_node=s["world"], zero=zero, fsdp=fsdp)
     return plan(skeleton.shape, skeleton.held(batch, how), launch, work)
 
 
@@ -80,7 +87,7 @@ def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
     s = {**MODEL, **WORK, **CASES[case]}
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
     config = case if s["world"] > 1 else None
-    expected = planned(folder, s, 3 if case == "zero3" else None)
+    expected = planned(folder, s, 3 if case == "zero3" else None, case == "fsdp2")
     for got in measured(folder, s, tmp_path / "out", config):
         assert abs(expected.peak / got - 1) < 0.15, f"{case}: planned {expected.peak / 2**20:.0f} MiB, measured {got / 2**20:.0f}"
 
@@ -120,8 +127,38 @@ def test_bytes_of_each_launch_by_hand():
     assert zero3["temporary"] == (2e9, 2e9 + 2 * million, 2e9 + 6 * million)  # the bucket; all weights gathered; gradients to send
     offload = items(Launch(cuda=True, bf16=True, world=4, zero=3, offload=True))
     assert offload["optimizer"] == offload["gradients"] == (0, 0, 0)
+    fsdp = items(Launch(cuda=True, bf16=True, world=4, fsdp=True), replace(SHAPE, layer=300_000))
+    assert fsdp["weights"] == (million,) * 3 and fsdp["optimizer"] == (2 * million,) * 3  # fp32, a quarter
+    assert fsdp["gradients"] == (0, million, million)
+    # in bf16 what is outside of the two layers and both layers; the larger's gradients once more in fp32, to be summed
+    assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
     cpu = items(Launch(cuda=False, bf16=False))
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
+
+
+def asked(*words: str) -> Run:
+    return read(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+
+
+def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    launch, _ = launch_of(asked("--plan-gpus", "8").options, "auto")
+    assert _launch_words(launch) == "8 processes, FSDP2, bf16"
+    assert not launch_of(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")[0].fsdp
+
+
+def test_a_critic_and_a_frozen_policy_are_counted():
+    """With all weights a critic takes what the policy takes, a reference one more copy to sample from; under an adapter it takes none."""
+    launch = Launch(cuda=True, bf16=True, world=2, zero=2)
+    words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
+    full, adapted, free = (needs_of(asked(*words, *more), launch, 16)[0].plan for more in (
+        ["--lora-rank", "0", "--kl-coef", "0.1"], ["--lora-rank", "4", "--kl-coef", "0.1"], ["--lora-rank", "0", "--kl-coef", "0"]))  # fmt: skip
+    sizes = {item.name.split(" ")[0]: item for item in full.items}
+    learner = [sizes[name] for name in ("weights", "optimizer", "gradients")]
+    assert sizes["critic:"].train == sum(item.train for item in learner) > sizes["critic:"].sample == sum(item.sample for item in learner)
+    assert sizes["models"].sample == sizes["sampler's"].sample > 0
+    assert [next(item.sample for item in plan.items if item.name.startswith("models")) for plan in (adapted, free)] == [0, 0]
 
 
 def test_micro_batches_and_samples_by_hand():

@@ -25,8 +25,12 @@ def _no_weights(settings: Any) -> list[str]:
     return []
 
 
-def _no_value_head(settings: Any) -> bool:
+def _never(settings: Any) -> bool:
     return False
+
+
+def _no_critic(settings: Any) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class MethodSpec:
     reads: which answers of a row (fields of Problem) it learns from under given settings; none where it samples its own.
     needs_reward: whether it cannot learn without. ranks_held_out: whether it reads those answers of held-out rows, too.
     clients: makes the other models it needs, `Models.others`. weights: names of weights that these are loaded from.
-    value_head: whether the policy has a value head under given settings.
+    value_head: whether the policy has a value head under given settings. critic: what `Hosts.critic` is asked for, None for nothing.
+    keeps_beginning: whether it scores with the policy as it was before the stage (`Hosts.beginning`).
     variants: by the value of its setting `variant`, the flat settings that this stands for where they are not given.
     """
 
@@ -48,7 +53,9 @@ class MethodSpec:
     ranks_held_out: bool = False
     clients: Callable[[Any, Hosts], dict[str, Any]] = _no_clients
     weights: Callable[[Any], list[str]] = _no_weights
-    value_head: Callable[[Any], bool] = _no_value_head
+    value_head: Callable[[Any], bool] = _never
+    critic: Callable[[Any], str | None] = _no_critic
+    keeps_beginning: Callable[[Any], bool] = _never
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -59,6 +66,7 @@ METHODS: dict[str, MethodSpec] = {
         PolicyGradient,
         clients=grpo.clients,
         weights=grpo.weights,
+        keeps_beginning=grpo.keeps_beginning,
         variants=grpo.VARIANTS,
     ),
     "reinforce": MethodSpec(
@@ -67,6 +75,7 @@ METHODS: dict[str, MethodSpec] = {
         PolicyGradient,
         clients=grpo.clients,
         weights=grpo.weights,
+        keeps_beginning=grpo.keeps_beginning,
     ),
     "ppo": MethodSpec(
         ppo.PpoSettings,
@@ -75,6 +84,8 @@ METHODS: dict[str, MethodSpec] = {
         clients=ppo.clients,
         weights=ppo.weights,
         value_head=ppo.has_value_head,
+        critic=lambda settings: settings.ppo.critic_model,
+        keeps_beginning=ppo.keeps_beginning,
     ),
     "sft": MethodSpec(
         SftSettings, "supervised fine-tuning on worked responses", Sft, reads=lambda settings: ("response",), needs_reward=False
@@ -88,6 +99,7 @@ METHODS: dict[str, MethodSpec] = {
         ranks_held_out=True,
         clients=dpo.clients,
         weights=dpo.weights,
+        keeps_beginning=dpo.keeps_beginning,
     ),
     "reward_model": MethodSpec(
         reward_model.RewardModelSettings,
@@ -106,6 +118,8 @@ METHODS: dict[str, MethodSpec] = {
         clients=ppo.clients,
         weights=rlhf.weights,
         value_head=ppo.has_value_head,
+        critic=lambda settings: settings.ppo.critic_model,
+        keeps_beginning=ppo.keeps_beginning,
     ),
     "distill": MethodSpec(
         distill.DistillSettings,

@@ -202,6 +202,10 @@ def clients(settings: DpoSettings, hosts: Hosts) -> dict[str, Any]:
     return {"reference": FrozenScorer(reference)}
 
 
+def keeps_beginning(settings: DpoSettings) -> bool:
+    return not settings.preference.reference_free and settings.preference.reference_model is None
+
+
 def weights(settings: DpoSettings) -> list[str]:
     named = settings.preference.reference_model
     return [] if named is None else [named]

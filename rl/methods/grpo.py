@@ -150,6 +150,10 @@ def _reference(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
     return {"reference": FrozenScorer(reference)}
 
 
+def keeps_beginning(settings: GrpoSettings) -> bool:
+    return adaptive_kl(settings).active and settings.kl.reference_model is None
+
+
 def weights(settings: GrpoSettings) -> list[str]:
     named = settings.kl.reference_model
     return [*([] if named is None or not adaptive_kl(settings).active else [named]), *settings.learned.named]

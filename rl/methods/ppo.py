@@ -128,6 +128,10 @@ def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
     return found
 
 
+def keeps_beginning(settings: PpoSettings) -> bool:
+    return _kl(settings).active and settings.kl.reference_model is None
+
+
 def weights(settings: PpoSettings) -> list[str]:
     named = settings.kl.reference_model
     return [*([] if named is None or not _kl(settings).active else [named]), *settings.learned.named]
