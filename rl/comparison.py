@@ -75,7 +75,10 @@ class ComparisonModel:
         ]
         found = self.client.compute_logprobs_many([ModelInput.from_ints(tokens.to_ints()) for tokens, _ in examples]).result()
         # log P of the label and its end mark; the first token's logprob is None, and it is never part of a label
-        logp = [sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w) for lps, (_, weights) in zip(found, examples, strict=True)]
+        logp = [
+            sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
+            for lps, (_, weights) in zip(found, examples, strict=True)
+        ]
         return [_verdict(*np.asarray(logp[i : i + 6]).reshape(2, 3)) for i in range(0, len(logp), 6)]
 
 

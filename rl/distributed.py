@@ -5,17 +5,19 @@ On one process every function is the identity, so callers never ask which case t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rl.errors import RankLost
+from rl.errors import FailedElsewhere, RankLost
 
 
 def rank() -> int:
@@ -42,7 +44,10 @@ class ObjectGroup:
             self._verbs = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=max(timeout_seconds, 3 * self.beat_seconds)))
             self._names = [""] * world()
             me = f"rank {rank()} (process {os.getpid()} on {socket.gethostname()})"
-            dist.all_gather_object(self._names, me, group=self._results)
+            try:
+                dist.all_gather_object(self._names, me, group=self._results)
+            except RuntimeError as error:
+                raise RankLost("another rank ended while the ranks were getting to know each other: its own output says why") from error
 
     @property
     def beat_seconds(self) -> float:
@@ -94,32 +99,44 @@ class ObjectGroup:
 
     def _silent(self, into: list[torch.Tensor], seconds: float) -> list[int]:
         """The ranks from which nothing came within so many seconds, or whose connection is closed."""
-        works = [dist.irecv(tensor, src=i + 1, group=self._results) for i, tensor in enumerate(into)]
+        works = [self._listen(tensor, i + 1) for i, tensor in enumerate(into)]
         deadline, silent = time.monotonic() + seconds, []
         for i, work in enumerate(works):
             left = max(0.01, deadline - time.monotonic())  # gloo takes 0 for no bound at all
-            try:
-                work.wait(datetime.timedelta(seconds=left))
-            except RuntimeError:
+            if not _comes(work, left):
                 silent.append(i + 1)
         return silent
+
+    def _listen(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
+        """None where the connection is closed already."""
+        try:
+            return dist.irecv(tensor, src=to, group=self._results)
+        except RuntimeError:
+            return None
 
     def _gone(self) -> list[int]:
         """On rank 0 after a failed broadcast: the ranks whose connection is closed; all where that cannot be told."""
         gone = []
         for other in range(1, world()):
-            begin = time.monotonic()
-            work = dist.irecv(torch.zeros(1, dtype=torch.int64), src=other, group=self._results)
-            try:
-                work.wait(datetime.timedelta(seconds=0.2))
-            except RuntimeError:
-                if time.monotonic() - begin < 0.15:
-                    gone.append(other)
+            begin, work = time.monotonic(), self._listen(torch.zeros(1, dtype=torch.int64), other)
+            if not _comes(work, 0.2) and time.monotonic() - begin < 0.15:
+                gone.append(other)
         return gone or list(range(1, world()))
 
     def _lost(self, ranks: list[int], seconds: float) -> str:
         names = ", ".join(self.name(r) for r in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return f"{names} {_how(seconds, self.timeout_seconds)}"
+
+
+def _comes(work: dist.Work | None, seconds: float) -> bool:
+    """Whether a message arrives within so many seconds."""
+    if work is None:
+        return False
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _how(seconds: float, bound: float) -> str:
@@ -146,6 +163,22 @@ def all_sum_(tensors: list[torch.Tensor]) -> None:
         dist.all_reduce(flat)
         for tensor, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(piece.view_as(tensor))
+
+
+@contextlib.contextmanager
+def all_or_none(device: torch.device) -> Iterator[None]:
+    """Around what each rank does by itself before they talk: if it fails on one, none goes on and waits for that one.
+
+    Raises FailedElsewhere on the ranks where it went well.
+    """
+    failed = torch.ones(1, device=device)
+    try:
+        yield
+        failed.zero_()
+    finally:
+        all_sum_([failed])
+    if float(failed) > 0:
+        raise FailedElsewhere
 
 
 def another_group(timeout_seconds: float) -> Any:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl import distributed, interrupts
-from rl.errors import RankLost
+from rl.errors import FailedElsewhere, RankLost, UserError
 from rl.sampler import Request
 from rl.worker import Worker, WorkerSettings
 
@@ -31,8 +31,8 @@ def is_driver() -> bool:
 
 def serve(settings: WorkerSettings) -> None:
     """Executes broadcast verbs on a rank other than 0 until the driver closes. RankLost where the driver is gone."""
-    interrupts.leave_to_the_driver(settings.stop_grace_seconds)
     worker = Worker(settings)
+    interrupts.leave_to_the_driver(settings.stop_grace_seconds)
     while True:
         verb, arguments = worker.objects.broadcast_verb(None)
         if verb == CLOSE:
@@ -54,11 +54,14 @@ def _execute(worker: Worker, verb: str, arguments: Sequence[Any]) -> Any:
         part = getattr(worker, verb)(*arguments)
     except RankLost:
         raise
+    except FailedElsewhere:
+        pass  # the rank where it failed reports why
     except Exception as caught:  # reported to the driver, which raises it where the result is asked for
         error = caught
     report = None
     if error is not None:
-        report = ("".join(traceback.format_exception(error)), distributed.is_communication_error(error))
+        says = str(error) if isinstance(error, UserError) else None
+        report = ("".join(traceback.format_exception(error)), distributed.is_communication_error(error), says)
     try:
         reports = worker.objects.gather((part, report))
     except RankLost as lost:
@@ -66,13 +69,15 @@ def _execute(worker: Worker, verb: str, arguments: Sequence[Any]) -> Any:
     if reports is None:
         return None
     failed = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
-    if any(out_of_step for _, out_of_step in failed.values()):
-        causes = {rank: text for rank, (text, out_of_step) in failed.items() if not out_of_step}
+    if any(out_of_step for _, out_of_step, _ in failed.values()):
+        causes = {rank: text for rank, (text, out_of_step, _) in failed.items() if not out_of_step}
         rank, text = next(iter(causes.items())) if causes else (min(failed), failed[min(failed)][0])
         raise RankLost(f"{verb} failed on {worker.objects.name(rank)}, the ranks are out of step:\n{text}") from error
     if error is not None:
         raise error
-    for rank, (text, _) in failed.items():
+    for rank, (text, _, says) in failed.items():
+        if says is not None:
+            raise UserError(f"{says} (on {worker.objects.name(rank)})")
         raise RuntimeError(f"{verb} failed on {worker.objects.name(rank)}:\n{text}")
     return worker.merge(verb, [part for part, _ in reports])
 

@@ -5,5 +5,9 @@ class UserError(ValueError):
     """Something the user can set right: the message gives the value, what was expected, and the remedy."""
 
 
+class FailedElsewhere(Exception):
+    """Another rank could not do its part: this one leaves off as well. Never shown: the other rank's error is."""
+
+
 class RankLost(RuntimeError):
     """Another rank ended, hangs, or fell out of step: this run cannot go on. The message names the rank, its host and process."""

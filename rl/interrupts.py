@@ -29,12 +29,14 @@ class StopRequest:
     """Listens for SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) while it is entered.
 
     The first asks for a stop: `exit_code` is set. A second one, or `grace_seconds` after the first, ends the process at
-    once with the same code: the newest checkpoint is whole, and a resumed run goes on from it.
+    once with the same code: the newest checkpoint is whole, and a resumed run goes on from it. Until `working` is set there
+    is nothing to save, and the first ends it at once.
     """
 
     def __init__(self, grace_seconds: float = 90.0) -> None:
         self.grace_seconds = grace_seconds
         self.exit_code: int | None = None
+        self.working = False
         self._asked_at = 0.0
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
@@ -47,6 +49,8 @@ class StopRequest:
         now = time.monotonic()
         if self.exit_code is None:
             self.exit_code, self._asked_at = INTERRUPTED if number == signal.SIGINT else REQUEUE, now
+            if not self.working:
+                _end_at_once(self.exit_code, f"{signal.Signals(number).name} before the first step")
             over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"
             self._timer = threading.Timer(self.grace_seconds, _end_at_once, (self.exit_code, over))
             self._timer.daemon = True
@@ -72,7 +76,7 @@ class StopRequest:
 def _end_at_once(code: int, why: str) -> None:
     """From a signal handler or a timer: no lock is taken that somebody else may hold."""
     show_cursor = b"\x1b[?25h" if sys.stdout.isatty() else b""  # which a progress bar hides
-    os.write(2, show_cursor + f"ended at once: {why}. The newest checkpoint holds, --resume goes on from it\n".encode())
+    os.write(2, show_cursor + f"ended at once: {why}; --resume goes on from the newest checkpoint, if there is one\n".encode())
     os._exit(code)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from rl import checkpoint
 from rl.cli import Stage as StagePlan
+from rl.comparison import ComparisonModel
 from rl.curriculum import Curriculum
 from rl.data import load_problems
 from rl.data.problem_set import ProblemSet, joined
 from rl.errors import UserError
-from rl.comparison import ComparisonModel
 from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.learner import LearnerSettings
 from rl.methods import METHODS

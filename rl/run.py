@@ -84,6 +84,7 @@ def execute(run: Run) -> None:
         claim(folder, resolved(run), resume=options.resume, overwrite=options.overwrite)
         _introduce(run, folder, policy, console)
         logbook = stack.enter_context(_logbook(run, folder, position, console))
+        stop_request.working = True
         _run_stages(at, service, policy, others, logbook, console, stop_request)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl import checkpoint
+from rl import checkpoint, distributed
 from rl.errors import UserError
 from rl.models import (
     LoadedModel,
@@ -154,13 +154,16 @@ def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) ->
     """Puts a checkpoint's weights (and optimizer, generator state, version) into a learner. Returns its state.json."""
     from safetensors.torch import load_file
 
-    state = checkpoint.read_state(path)
-    file = path / "optimizer.safetensors"
-    if with_optimizer and not file.is_file():
-        raise UserError(f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it")
-    if with_optimizer and learner.values and not state["spec"].get("value_head"):
-        raise UserError(f"{path} was saved without a value head, so its optimizer cannot go on with one: load_state makes it fresh")
-    learner.load_weights(_read_weights(learner, model_folder(path)) | _read_value_head(learner, path, state))
+    with distributed.all_or_none(learner.accelerator.device):  # every rank reads for itself, maybe on another machine
+        state = checkpoint.read_state(path)
+        file = path / "optimizer.safetensors"
+        if with_optimizer and not file.is_file():
+            raise UserError(f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it")
+        if with_optimizer and learner.values and not state["spec"].get("value_head"):
+            raise UserError(f"{path} was saved without a value head, so its optimizer cannot go on with one: load_state makes it fresh")
+        weights = _read_weights(learner, model_folder(path)) | _read_value_head(learner, path, state)
+    learner.load_weights(weights)
+    del weights
     learner.forget_sampling()
     learner.load_optimizer_tensors(load_file(str(file)) if with_optimizer else {})
     if with_optimizer:

@@ -99,13 +99,14 @@ class Worker:
 
     def create_model(self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool) -> dict[str, Any]:
         """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it starts from."""
-        base, tokenizer = saving.base_of(spec, state)
-        loaded = load_model(base, tokenizer=tokenizer, seed=spec.seed)
-        loaded.name = spec.base_model
-        if spec.lora is not None:
-            loaded = add_lora(loaded, spec.lora)
-        if spec.value_head:
-            loaded = add_value_head(loaded)
+        with distributed.all_or_none(self.accelerator.device):  # a folder may be missing on another machine
+            base, tokenizer = saving.base_of(spec, state)
+            loaded = load_model(base, tokenizer=tokenizer, seed=spec.seed)
+            loaded.name = spec.base_model
+            if spec.lora is not None:
+                loaded = add_lora(loaded, spec.lora)
+            if spec.value_head:
+                loaded = add_value_head(loaded)
         info = self._info(loaded, spec)  # before the weights are sharded
         learner = Learner(loaded, self.accelerator, self.settings.learner)
         self.learners[model_id], self.specs[model_id] = learner, spec

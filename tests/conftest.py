@@ -21,7 +21,13 @@ def shared_data() -> Path:
     return path
 
 
+# Files whose tests take minutes, the longest first: with a file a worker, one of these begun last would be waited for alone.
+LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_memory_plan", "test_null_controls", "test_gsm8k",
+        "test_two_processes", "test_slurm", "test_minimal_loop")  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))  # stable
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -115,6 +115,7 @@ import os, sys, time
 sys.path.insert(0, {repo!r})
 from rl.interrupts import StopRequest
 with StopRequest(float(sys.argv[1])) as request:
+    request.working = len(sys.argv) < 4
     print("listening", flush=True)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -139,6 +140,12 @@ def test_one_request_may_come_several_times(number, code):
         process.send_signal(number)
         time.sleep(0.02)
     assert process.wait(15) == code and process.stderr.read() == ""
+
+
+def test_before_the_first_step_there_is_nothing_to_save():
+    process = listening("30", "5", "starting")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(4) == 75 and "before the first step" in process.stderr.read()
 
 
 def test_a_second_signal_ends_at_once():
@@ -201,11 +208,14 @@ def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path,
     launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=cwd, world=2)
     time.sleep(moment)
     launch.kill(victim)
-    codes = launch.wait(60)  # the other one ends by itself
-    if codes[victim] == -signal.SIGKILL:
+    training = (cwd / "out" / "metrics.jsonl").exists()
+    if not training:  # the ranks may still be looking for each other: a launcher ends the one that is left
+        time.sleep(2.0)
+        launch.kill(1 - victim, signal.SIGTERM)
+    codes = list(launch.wait(60))  # the other one ends by itself
+    if training and codes[victim] == -signal.SIGKILL:
         assert codes[1 - victim] == 1, launch.output()
-        if (cwd / "out" / "metrics.jsonl").exists():  # else it was killed before the ranks knew each other
-            assert f"rank {victim} (process {launch.pids[victim]} on " in flat(launch.output(1 - victim)), launch.output()
+        assert f"rank {victim} (process {launch.pids[victim]} on " in flat(launch.output(1 - victim)), launch.output()
     seen = len(rows(cwd / "out")) if (cwd / "out" / "metrics.jsonl").exists() else 0
     resumed = ranks.start(recipe, "--output-dir", "out", "--auto-resume", *QUICK, cwd=cwd, world=2)
     assert resumed.wait(240) == [0, 0], resumed.output()
@@ -294,6 +304,33 @@ def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_that_is_missing_on_another_machine_keeps_nobody_waiting(ranks, tmp_path):
+    """What one rank cannot read is one line for the user at once, and the ranks are still in step."""
+    script = tmp_path / "missing.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(REPO)!r})
+from rl import ServiceClient, saving
+from rl.errors import UserError
+if os.environ["RANK"] == "1":
+    right, wrong = saving.base_of, lambda spec, state: ("./not-here", None)
+    answers = [wrong, right]
+    saving.base_of = lambda spec, state: answers.pop(0)(spec, state)
+service = ServiceClient()  # which would wait for half an hour
+try:
+    service.create_full_training_client("tiny:addition").result()
+except UserError as error:
+    print("said:", error)
+service.create_full_training_client("tiny:addition").result()
+print("went on")
+""")
+    launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
+    assert launch.wait(60) == [0, 0], launch.output()
+    said = flat(launch.output(0))
+    assert "said: no model folder at not-here" in said and "(on rank 1 (process" in said and "went on" in said
+
+
+@pytest.mark.slow
 def test_a_driver_that_raises_releases_the_others(ranks, tmp_path):
     script = tmp_path / "raises.py"
     script.write_text(f"""
@@ -313,7 +350,7 @@ raise LookupError("of the script itself")
 @pytest.mark.slow
 def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
     """accelerate's own launcher: it ends with the others, says so in its exit code, and leaves no process of its session."""
-    words = ["launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml"), "--num_processes", "2", *command()[1:]]
+    words = ["--config_file", str(REPO / "accelerate_configs/ddp.yaml"), "--num_processes", "2", *command()[1:]]
     process = subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch", *words, str(write(tmp_path)), "--output-dir", "out", *QUICK],
         cwd=tmp_path,

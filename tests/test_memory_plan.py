@@ -152,8 +152,10 @@ def test_a_critic_and_a_frozen_policy_are_counted():
     """With all weights a critic takes what the policy takes, a reference one more copy to sample from; under an adapter it takes none."""
     launch = Launch(cuda=True, bf16=True, world=2, zero=2)
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
-    full, adapted, free = (needs_of(asked(*words, *more), launch, 16)[0].plan for more in (
-        ["--lora-rank", "0", "--kl-coef", "0.1"], ["--lora-rank", "4", "--kl-coef", "0.1"], ["--lora-rank", "0", "--kl-coef", "0"]))  # fmt: skip
+    full, adapted, free = (
+        needs_of(asked(*words, "--lora-rank", rank, "--kl-coef", price), launch, 16)[0].plan
+        for rank, price in (("0", "0.1"), ("4", "0.1"), ("0", "0"))
+    )
     sizes = {item.name.split(" ")[0]: item for item in full.items}
     learner = [sizes[name] for name in ("weights", "optimizer", "gradients")]
     assert sizes["critic:"].train == sum(item.train for item in learner) > sizes["critic:"].sample == sum(item.sample for item in learner)

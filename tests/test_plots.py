@@ -58,7 +58,7 @@ def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
     assert raw == (list(range(61, 101)), [i / 100 for i in range(61, 101)])
     assert mean[1][20] == pytest.approx(0.81)  # the middle of a straight line is its own running mean
     # The loss of the RL stage (5.0 throughout) is no supervised loss and is not drawn.
-    assert all(max(ys) <= 1 and max(xs) == 60 for xs, ys in drawn(axes["loss, supervised (nats a token)"]))
+    assert all(max(ys) <= 1 and max(xs) == 60 for xs, ys in drawn(axes["loss, supervised (nats a token or pair)"]))
 
 
 def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:

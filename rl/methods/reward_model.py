@@ -89,8 +89,10 @@ class BradleyTerry(EvaluatesRows):
         """One pass; `optim/loss` is a mean over pairs (scalar) or over the tokens of the verdict (comparison)."""
         settings = self.settings
         if not self.scalar:
-            shared = {"optim": settings.optim, "loop": settings.loop, "progress": progress, "peak": settings.learning_rate}
-            return one_pass(models, datums, loss="cross_entropy", config={}, normalise="tokens", **shared)
+            return one_pass(
+                models, datums, loss="cross_entropy", config={}, normalise="tokens", optim=settings.optim, loop=settings.loop,
+                progress=progress, peak=settings.learning_rate,
+            )  # fmt: skip
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
         sums: dict[str, float] = {}
