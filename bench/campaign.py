@@ -1,6 +1,6 @@
 """Everything that takes minutes: the default recipe with three seeds, and peers side by side. `make campaign`.
 
-    make campaign                                   # all parts whose peers are installed; about a quarter of an hour on two cores
+    make campaign                                   # all parts whose peers are installed; about an hour on two cores
     make campaign ARGS="--list"                     # what there is
     make campaign ARGS="--only default_recipe"      # one part (may be given several times)
     make campaign ARGS="--install"                  # first makes .venv-bench with TRL in it
@@ -75,6 +75,7 @@ PARTS = (
     Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
     Part("grpo_losses_vs_trl", "GRPO's loss types against TRL: losses and gradients equal to 1e-4", "grpo_losses_vs_trl.py", peers=True),
     Part("scaling", "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes", "scaling.py", ("--measure",)),
+    Part("kill_campaign", "kill -9 of a random rank of two, twenty seeds: resumed to the same bits", "kill_campaign.py"),
     Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--variants", "plain", "fused")),
 )
 

@@ -1,14 +1,15 @@
 """Each method learns: its recipe with seeds 0, 1 and 2, past a bar that the model misses before.
 
-    python bench/methods.py                                   # all of them, about an hour on two idle cores
+    python bench/methods.py                                   # all of them, about half an hour on two idle cores
     python bench/methods.py --only dpo --seeds 0              # one (both may be given several values)
     python bench/methods.py --work runs/methods               # keep the runs, and reuse the taught models found there
 
-reinforce, ppo and dpo begin from one taught model a seed, made by the first stage of recipes/addition.yaml; of their own recipes
-the stages after the first are run. The others run their recipes whole. methods.csv has a row for each seed and figure, written
-after every run: `before` at the first evaluation of the stage (distill: of the student), `after` at the stage's last, on 512
-held-out problems; `passed` where before < bar <= after. `seconds` is the wall clock of the run, start-up included, without the
-teaching of a shared model. Rows of other methods and seeds stay. The exit code is 1 if a run fails or misses its bar.
+reinforce, ppo and dpo begin from one taught model a seed, made by the first stage of recipes/addition.yaml (dpo's own recipe teaches
+for 450 steps instead of 750); of their own recipes the stages after the first are run. The others run their recipes whole.
+methods.csv has a row for each seed and figure, written after every run: `before` at the first evaluation of the stage (distill: of
+the student), `after` at the stage's last, on 512 held-out problems; `passed` where before < bar <= after. `seconds` is the wall
+clock of the run, start-up included, without the teaching of a shared model. Rows of other methods and seeds stay. The exit code is
+1 if a run fails or misses its bar.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def taught_model(seed: int, work: Path) -> Path:
 def one_run(name: str, seed: int, work: Path) -> list[dict[str, Any]]:
     """Rows of methods.csv: one for each check."""
     learner, folder = METHODS[name], work / f"{name}-{seed}"
-    recipe, flags = REPO / "recipes" / f"{learner.recipe}.yaml", []
+    recipe, flags = REPO / "recipes" / f"{learner.recipe}.yaml", list[str]()
     if learner.taught:
         flags = ["--base-model", str(taught_model(seed, work))]
         recipe = stages_of(learner.recipe, 1, None, work)

@@ -60,7 +60,8 @@ class StopRequest:
             _end_at_once(code, f"a second signal, {signal.Signals(number).name}")
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
+        # Other ranks than 0 serve in here, and until they do, nothing is lost if a signal ends them as it ends any process.
+        if _is_main_thread() and os.environ.get("RANK", "0") == "0":
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._heard)
         return self
@@ -91,6 +92,11 @@ def leave_to_the_driver(grace_seconds: float) -> None:
         timer.daemon = True
         timer.start()
 
-    if threading.current_thread() is threading.main_thread():
+    if _is_main_thread():
         for number in SIGNALS:
             signal.signal(number, heard)
+
+
+def _is_main_thread() -> bool:
+    """Python hears signals in no other."""
+    return threading.current_thread() is threading.main_thread()

@@ -45,20 +45,19 @@ def future_sums(values_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np
 def penalised(
     datums: Sequence[Datum], ref_logprobs: Sequence[np.ndarray], coefficient: float, discount: float = 0.0
 ) -> tuple[list[Datum], dict[str, float]]:
-    """The datums with `coefficient` (mean g - g_t) added to the advantage of each action, and metrics of the KL.
+    """The datums with `coefficient` (mean c - c_t) added to the advantage of each action, and metrics of the KL.
 
-    The mean is over all actions of `datums`: a baseline, so that the penalty moves no total. `discount` > 0 charges a token
-    with what comes after it as well, each action later by that factor less (1: the gradient of the whole answer's KL).
+    c_t = g_t; `discount` > 0 charges a token with what comes after it as well, each action later by that factor less (1: the
+    gradient of the whole answer's KL). The mean is of c over all actions of `datums`: a baseline, so that the penalty moves no
+    total. (A sum of mean g - g_k over later k would pay for every further token: the length of an answer is no constant.)
     """
     gaps_D = gaps(datums, ref_logprobs)
     masks_D = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
-    mean = float(np.concatenate(gaps_D)[np.concatenate(masks_D)].mean()) if any(m.any() for m in masks_D) else 0.0
+    charges_D = [future_sums(gap_T, mask_T, discount) for gap_T, mask_T in zip(gaps_D, masks_D, strict=True)]
+    mean = float(np.concatenate(charges_D)[np.concatenate(masks_D)].mean()) if any(m.any() for m in masks_D) else 0.0
     result = []
-    for datum, gap_T, mask_T in zip(datums, gaps_D, masks_D, strict=True):
-        penalty_T = np.where(mask_T, mean - gap_T, 0.0)
-        if discount:
-            penalty_T = future_sums(penalty_T, mask_T, discount)
-        advantages_T = datum.loss_fn_inputs["advantages"].array + coefficient * penalty_T
+    for datum, charge_T, mask_T in zip(datums, charges_D, masks_D, strict=True):
+        advantages_T = datum.loss_fn_inputs["advantages"].array + coefficient * np.where(mask_T, mean - charge_T, 0.0)
         result.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "advantages": TensorData(advantages_T, "float32")}))
     return result, kl_metrics(datums, gaps_D)
 

@@ -13,10 +13,12 @@ from rl.comparison import ComparisonModel
 from rl.curriculum import Curriculum
 from rl.data import load_problems
 from rl.data.problem_set import ProblemSet, joined
+from rl.data.rollouts import filtered, load_rollouts
 from rl.errors import UserError
 from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.learner import LearnerSettings
 from rl.methods import METHODS
+from rl.methods.offline import RolloutDataSettings, check_answers
 from rl.renderers import Renderer, get_renderer
 from rl.reopen import open_weights
 from rl.rewards import Reward, Scorer, resolve_reward
@@ -61,6 +63,8 @@ def prepare(plan: StagePlan) -> Prepared:
     """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is wrong."""
     data = plan.settings.data
     problems, test_problems = _problems(data, plan.settings.loop.eval_every > 0)
+    if plan.method == "offline" and plan.settings.offline.loss == "bc":
+        problems = filtered(problems, plan.settings.offline.top_fraction, plan.settings.offline.reward_threshold)
     curriculum = None if data.curriculum == "off" else Curriculum(problems, data)
     scorer = None
     reward = reward_of(data)
@@ -94,9 +98,25 @@ def _columns(data: DataSettings) -> dict[str, Any]:
 
 def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     """Training and held-out problems of all data sets."""
+    if isinstance(data, RolloutDataSettings):
+        return _stored(data), held_out_problems(data) if held_out else None
     parts = [_of_one(source, held_out and (i == 0 or data.eval_dataset is None)) for i, source in enumerate(_sources(data))]
     tests = [test for _, test in parts if test is not None]
     return joined([train for train, _ in parts]), joined(tests) if tests else None
+
+
+def _stored(data: RolloutDataSettings) -> ProblemSet:
+    if not data.dataset:
+        raise UserError("offline needs stored answers: --dataset with a run's folder, or a file of answers and rewards")
+    columns = {"response_column": data.response_column, "reward_column": data.reward_column}
+    return load_rollouts(
+        data.dataset,
+        **columns,
+        prompt_column=None if data.prompt_column == "auto" else data.prompt_column,
+        system_prompt=data.system_prompt,
+        limit=data.train_limit,
+        on_bad_row=data.on_bad_row,
+    )
 
 
 def _sources(data: DataSettings) -> list[DataSettings]:
@@ -115,7 +135,12 @@ def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet 
 
 
 def held_out_problems(data: DataSettings) -> ProblemSet | None:
-    """The problems that evaluation asks; None for a file too short to hold any out."""
+    """The problems that evaluation asks; None for a file too short to hold any out, and for stored answers alone."""
+    if isinstance(data, RolloutDataSettings):
+        if data.eval_dataset is None:
+            return None
+        columns = _columns(data) | {"prompt_column": "prompt", "response_column": None}
+        return load_problems(data.eval_dataset, split="test", limit=data.eval_limit, **columns)
     if data.more_datasets or (data.eval_dataset is None and Path(data.dataset).is_file()):
         return _problems(data, True)[1]
     return load_problems(data.eval_dataset or data.dataset, split="test", limit=data.eval_limit, **_columns(data))
@@ -285,7 +310,9 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
     wanted = plan.settings.sampling.max_tokens
     method = METHODS[plan.method]
     reads = method.reads(plan.settings)
-    for problem in prepared.problems:
+    if "answers" in reads:
+        check_answers(plan.settings, prepared.problems, policy.info, renderer)
+    for problem in () if "answers" in reads else prepared.problems:
         _check_row(problem, prepared.problems.name, reads, 0 if reads else wanted, policy, renderer)
     if prepared.test_problems is None:
         return

@@ -198,8 +198,8 @@ def is_mixed(group: TrajectoryGroup) -> bool:
     return has_signal(group.get_total_rewards())
 
 
-def rollout_rows(rollouts: Rollouts, renderer: Renderer) -> Iterator[dict[str, Any]]:
-    """One row for each trajectory: what was asked, answered, drawn and earned, to read and to train on again."""
+def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> Iterator[dict[str, Any]]:
+    """One row for each trajectory: what was asked, answered, drawn (at `temperature`) and earned, to read and to train on again."""
     for g, group in enumerate(rollouts.groups):
         for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
             turn = trajectory.transitions[-1]
@@ -214,6 +214,7 @@ def rollout_rows(rollouts: Rollouts, renderer: Renderer) -> Iterator[dict[str, A
                 "advantage": trajectory.advantage,
                 "stop_reason": turn.ac.stop_reason,
                 "version": turn.ac.version,
+                "temperature": temperature,
                 "metrics": turn.metrics,
                 "prompt_tokens": turn.ob.to_ints(),
                 "response_tokens": turn.ac.tokens,

@@ -192,6 +192,11 @@ class _Whereabouts:
         hosts = StageHosts(service, policy, plan.settings.model, previous, earlier, self.run.options.seed, resume_from, tags)
         return METHODS[plan.method].clients(plan.settings, hosts)
 
+    def remark(self) -> str | None:
+        """What there is to say of this stage's data."""
+        prepared = self.stages[self.index]
+        return METHODS[prepared.plan.method].remark(prepared.plan.settings, prepared.problems)
+
     def stage(
         self,
         policy: TrainingClient,
@@ -240,6 +245,8 @@ def _run_stages(
     held_out: dict[str, HeldOut] = {}
     while not at.finished:
         stage = at.stage(policy, others, logbook, console, keeper, stop_request)
+        if (remark := at.remark()) is not None:
+            console.note(remark)
         try:
             (train_online if stage.method.online else train_offline)(stage)
         except Stopped:
@@ -290,8 +297,18 @@ def _conclude(at: _Whereabouts, held_out: Mapping[str, HeldOut], console: Consol
             "weights": Path(at.final_path(len(at.stages) - 1)) / "model",
         },
         remarks=remarks,
-        commands=[f"python sample.py {folder}", f"python evaluate.py {folder}", f"python plot.py {folder}"],
+        commands=[*_uses(at, folder), f"python plot.py {folder}"],
     )
+
+
+def _uses(at: _Whereabouts, folder: Path) -> list[str]:
+    """What a person does next with the weights of a run's last stage."""
+    last = at.stages[-1].plan
+    if last.method != "reward_model":
+        return [f"python sample.py {folder}", f"python evaluate.py {folder}"]
+    flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
+    method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
+    return [f"accelerate launch train.py {method} --{flag}-model {folder}"]
 
 
 def _resume_command(run: Run, folder: Path) -> str:

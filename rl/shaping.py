@@ -99,7 +99,8 @@ class RewardShaper:
     def _shape(self, reward: float, centre: float) -> float:
         s = self.settings
         if s.normalise_rewards:
-            reward = (reward - centre) / (self.statistics.std + 1e-8)
+            std = self.statistics.std  # of rewards that were all the same so far 0, but for rounding: there is no scale to divide by
+            reward = (reward - centre) / (std + 1e-8 if std > 1e-8 else 1.0)
         reward *= s.reward_scale
         return reward if s.reward_clip is None else max(-s.reward_clip, min(s.reward_clip, reward))
 

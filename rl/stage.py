@@ -155,7 +155,7 @@ class Stage:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): further problems until batch_size groups are mixed, within a bound.
 
         Without it, the same rollouts. Groups without signal and those beyond batch_size are left out of training, not of metrics;
-        a batch without any mixed group stays as it is. Each round takes its problems in an order of its own.
+        of a batch without any mixed group the first batch_size are kept. Each round takes its problems in an order of its own.
         """
         bound, wanted = self.settings.sampling.dynamic_sampling, self.loop.batch_size
         rounds = 0
@@ -168,11 +168,9 @@ class Stage:
         if not bound:
             return rollouts
         rollouts.counters["extra_rounds"] = rounds
-        mixed = [group for group in rollouts.groups if is_mixed(group)][:wanted]
-        if not mixed:
-            return rollouts
-        chosen = {id(group) for group in mixed}
-        return replace(rollouts, groups=mixed, left_out=[group for group in rollouts.groups if id(group) not in chosen])
+        kept = ([group for group in rollouts.groups if is_mixed(group)] or rollouts.groups)[:wanted]
+        chosen = {id(group) for group in kept}
+        return replace(rollouts, groups=kept, left_out=[group for group in rollouts.groups if id(group) not in chosen])
 
     @property
     def samples_held_out(self) -> bool:
@@ -227,7 +225,7 @@ class Stage:
             row["time/sample"], row["time/score"] = rollouts.sample_seconds, rollouts.score_seconds
             row.update({f"sampler/{name}": count for name, count in rollouts.counters.items()})
             tokens = rollouts.counters["emitted_tokens"]
-        if self.scorer is None:  # what was not scored has no reward, not one of 0
+        if self.scorer is None and self.models.rewards is None:  # what was not scored has no reward, not one of 0
             row = {name: value for name, value in row.items() if not any(part in name for part in ("reward/", "by_group/"))}
         row["time/tokens_per_second"] = tokens / max(seconds, 1e-9)
         if self.samples_at(batch):
@@ -242,7 +240,7 @@ class Stage:
         for text in said:
             self.console.warn(text)
         if rollouts is not None and self.loop.rollouts_every and (batch % self.loop.rollouts_every == 0):
-            self.logbook.rollouts(self.first_step + done, rollout_rows(rollouts, self.renderer))
+            self.logbook.rollouts(self.first_step + done, rollout_rows(rollouts, self.renderer, self.sampling_params.temperature))
         self._keep(done, row)
         if self.stop_request.exit_code is not None:
             self.save(done)

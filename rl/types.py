@@ -322,6 +322,22 @@ Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "
 
 
 @dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """An answer that was sampled and rewarded earlier. `place`: its file and line.
+
+    `prompt_tokens`, `tokens`, `logprobs` (of `tokens`, at `temperature`): as it was drawn, where the file has them.
+    """
+
+    reward: float
+    text: str = ""
+    prompt_tokens: Sequence[int] | None = None
+    tokens: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+    temperature: float | None = None
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One row of a data set, ready to be asked.
 
@@ -329,6 +345,7 @@ class Problem:
     `response`: a worked answer, where the data has one (supervised training). `tag` names the data set in metrics.
     `index`: the row's position in its data set, the problem's identity in random streams and rollouts.
     `rejected`: where the data has pairs, the answer that `response` was preferred to.
+    `answers`: where the data is of stored rollouts, those to this problem.
     """
 
     messages: Sequence[Message]
@@ -337,6 +354,7 @@ class Problem:
     tag: str = "problem"
     index: int = 0
     rejected: str | None = None
+    answers: Sequence[StoredAnswer] = ()
 
 
 @dataclass(slots=True)

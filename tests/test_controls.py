@@ -75,6 +75,12 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
     assert shaper.statistics.mean == pytest.approx(9 / 5)
 
 
+def test_rewards_that_never_differed_are_not_divided_by_nothing():
+    shaper = RewardShaper(ShapingSettings(normalise_rewards=True), 10)
+    assert shaper.steps([group([0.1]), group([0.1]), group([0.1])]) == [[[0.1]], [[0.1]], [[0.1]]]
+    assert shaper.steps([group([2.1])])[0][0][0] == pytest.approx(2.1 / np.std([0.1, 0.1, 0.1, 2.1]))
+
+
 def test_step_rewards_keep_their_place():
     shaper = RewardShaper(ShapingSettings(reward_scale=2.0), 10)
     assert shaper.steps([group([1.0, 0.0, 2.0], [0.5], final=0.25)]) == [[[2.0, 0.0, 4.5], [1.5]]]

@@ -23,10 +23,12 @@ from rl.advantages import (
     returns_to_go,
 )
 from rl.cli import from_resolved, parse, read, resolved
+from rl.errors import UserError
 from rl.losses import get_loss
 from rl.methods import METHODS
 from rl.methods.base import divisor, truncated_importance_sampling, weighted_by_sequence
 from rl.methods.grpo import VARIANTS, GrpoSettings, PolicyGradient, PolicyGradientSettings
+from rl.metrics import group_metrics
 from rl.rollout import Rollouts
 from rl.run import execute
 from rl.settings import KlSettings, RunSettings, SamplingSettings
@@ -126,8 +128,8 @@ def test_groups_without_signal_stay_where_another_term_needs_them():
 
 
 def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
-    """Two tokens of q = -0.5, -1 and ref = -1.5, -1: g = 1, 0, of mean 0.5; with everything later charged, by hand."""
-    reference = SimpleNamespace(logprobs=lambda datums, temperature: [np.array([-1.5, -1.0], np.float32) for _ in datums])
+    """Two tokens of q = -0.5, -1 and ref = -0.5, -2: g = 0, 1, of mean 0.5; with everything later charged 1, 1, by hand."""
+    reference = SimpleNamespace(logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums])
     models = SimpleNamespace(reference=reference)
 
     def credited(**kl):
@@ -135,11 +137,11 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
         made = PolicyGradient(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
         return made.credit([group([1.0], [0.0])], models)
 
-    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [pytest.approx([0.5 - 0.1, 0.5 + 0.1]), pytest.approx([-0.6, -0.4])]
-    assert advantages(credited(kl_coef=0.2)) == [pytest.approx([0.5, 0.6]), pytest.approx([-0.5, -0.4])]
+    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [pytest.approx([0.5 + 0.1, 0.5 - 0.1]), pytest.approx([-0.4, -0.6])]
+    assert advantages(credited(kl_coef=0.2)) == [pytest.approx([0.5, 0.5]), pytest.approx([-0.5, -0.5])]
     in_loss = credited(kl_coef=0.2, kl_in="loss")
     assert advantages(in_loss) == [[0.5, 0.5], [-0.5, -0.5]]
-    assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-1.5, -1.0]
+    assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-0.5, -2.0]
 
 
 def test_kl_is_off_until_a_reference_is_named():
@@ -217,6 +219,11 @@ def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
     PolicyGradient(run.stages[0].settings)
 
 
+def test_reinforce_has_no_variants():
+    with pytest.raises(UserError, match="grpo --variant rloo"):
+        stage_settings("reinforce", "--variant", "rloo")
+
+
 def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
     (tmp_path / "r.yaml").write_text("method: grpo\nvariant: dapo\nclip_high: 1.5\n")
     pg = stage_settings(str(tmp_path / "r.yaml"), "--clip-low", "0.7").policy_gradient
@@ -251,9 +258,30 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     assert [g.problem_index for g in stage.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]  # two rounds, and no more
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
     monkeypatch.setattr(stage_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0))
-    assert len(stage.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None).groups) == 3  # nothing is mixed: left as it is
+    nothing = stage.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.left_out  # nothing is mixed
+    stage.loop.batch_size = 2
+    nothing = stage.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    assert len(nothing.groups) == 2 and len(nothing.left_out) == 1  # no more is trained on than batch_size groups
     stage.settings = GrpoSettings()
     assert stage.fill(start, 4, None) is start
+
+
+@pytest.mark.parametrize("judge", [None, object()])
+def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
+    """Without anything that scores, a row says nothing of rewards; with a reward model in the loop it does."""
+    rows: list[dict] = []
+    stage = Stage.__new__(Stage)
+    stage.settings, stage.scorer, stage.models = GrpoSettings(), None, SimpleNamespace(rewards=judge)
+    stage.loop = SimpleNamespace(batch_size=1, steps=9, eval_every=0, save_every=0, rollouts_every=0, keep_best=None)
+    stage.problems, stage.method, stage._said = SimpleNamespace(epoch=lambda step, size: 0.0), None, set()
+    stage._timed, stage._clock, stage._sampled_at, stage.first_step, stage.name = None, 0.0, None, 0, "grpo"
+    stage.sampling_params, stage.stop_request = SimpleNamespace(temperature=1.0), SimpleNamespace(exit_code=None)
+    stage.logbook = SimpleNamespace(log=lambda step, row: rows.append(row))
+    stage.console, stage._alarms = SimpleNamespace(update=lambda step, row: None), lambda row: ({}, [])
+    groups = [group([1.0], [0.0])]
+    stage.end_batch(0, group_metrics(groups), None, Rollouts(groups, [], {"emitted_tokens": 4}, 1.0, 0.5))
+    assert (rows[0].get("reward/total") == 0.5) == ("env/all/by_group/frac_mixed" in rows[0]) == (judge is not None)
 
 
 # --------------------------------------------------------------------------------------------------------- 2 + 2 = 4 steps

@@ -1,6 +1,7 @@
 """PPO: advantages against float64 brute force (holes, cut-off episodes, several datums), KL in the reward, epochs, critic, resume."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -74,34 +75,33 @@ def test_penalty_by_hand():
     np.testing.assert_allclose(plain[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.1, 0.5 + 0.05], atol=1e-7)
     np.testing.assert_allclose(plain[1].loss_fn_inputs["advantages"].array, [0.05, 0.0], atol=1e-7)
     later, _ = penalised(datums, ref, 0.1, discount=0.5)
-    np.testing.assert_allclose(later[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.1 + 0.025, 0.5 + 0.05], atol=1e-7)
+    # with half of what comes later: 0, -1.0, -1.0; their mean -2/3
+    np.testing.assert_allclose(later[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.2 / 3, 0.5 + 0.1 / 3], atol=1e-7)
+    np.testing.assert_allclose(later[1].loss_fn_inputs["advantages"].array, [0.1 / 3, 0.0], atol=1e-7)
     assert metrics["optim/kl_ref_k1"] == pytest.approx(-0.5)
     k3 = [math.exp(-g) - 1 + g for g in (0.5, -1.0, -1.0)]
     assert metrics["optim/kl_ref_k3"] == pytest.approx(sum(k3) / 3)
 
 
 def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
-    """Enumerated over all answers of two tokens from three: -coef grad KL(policy || ref), as a policy gradient."""
+    """Enumerated over all answers of one to three tokens, of which the third token ends one: -grad KL(policy || ref)."""
+    answers = [q for n in (1, 2, 3) for q in itertools.product(range(3), repeat=n) if 2 not in q[:-1] and (q[-1] == 2 or n == 3)]
+    states = {q[:i]: 0 for q in answers for i in range(len(q))}
+    rows = {state: i for i, state in enumerate(states)}
     torch.manual_seed(2)
-    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    ref = torch.log_softmax(torch.randn(4, 3, dtype=torch.float64), -1)
-    logp = torch.log_softmax(logits, -1)
-    answers = [(a, b) for a in range(3) for b in range(3)]
-    kl = sum((logp[0, a] + logp[1 + a, b]).exp() * (logp[0, a] + logp[1 + a, b] - ref[0, a] - ref[1 + a, b]) for a, b in answers)
-    (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    logits = torch.randn(len(rows), 3, dtype=torch.float64, requires_grad=True)
+    logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(torch.randn(len(rows), 3, dtype=torch.float64), -1)
+    lp, ref_lp = ([torch.stack([table[rows[q[:i]], token] for i, token in enumerate(q)]) for q in answers] for table in (logp, ref))
+    chances = [one.sum().exp() for one in lp]
+    assert float(sum(chances)) == pytest.approx(1.0)
+    (truth,) = torch.autograd.grad(sum(p * (a - b).sum() for p, a, b in zip(chances, lp, ref_lp, strict=True)), logits, retain_graph=True)
+    datums = [datum(one.tolist(), [1.0] * len(one)) for one in lp]
     for discount, right in ((1.0, True), (0.0, False)):
-        total = torch.zeros_like(logits)
-        for a, b in answers:
-            chosen = torch.stack([logp[0, a], logp[1 + a, b]])
-            one = datum(chosen.tolist(), [1.0, 1.0])
-            (credited,), _ = penalised([one], [np.array([ref[0, a].item(), ref[1 + a, b].item()])], 1.0, discount)
-            # the mean is a baseline within one answer here, which is no constant: taken out again
-            mean = np.mean([g for g in gaps([one], [np.array([ref[0, a].item(), ref[1 + a, b].item()])])[0]])
-            baseline = torch.tensor([mean * (1 + discount), mean])
-            credit = credited.loss_fn_inputs["advantages"].to_torch().double() - baseline
-            loss = -(credit * chosen).sum()
-            total += chosen.detach().sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-        assert torch.allclose(total, truth, atol=1e-6) == right
+        credited, _ = penalised(datums, [one.numpy() for one in ref_lp], 1.0, discount)
+        credits = [one.loss_fn_inputs["advantages"].to_torch().double() for one in credited]
+        loss = -sum(p.detach() * (credit * one).sum() for p, credit, one in zip(chances, credits, lp, strict=True))
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert torch.allclose(found, truth, atol=1e-6) == right
 
 
 def test_the_adaptive_coefficient():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.methods import distill, dpo, grpo, ppo, reward_model, rlhf
+from rl.methods import distill, dpo, grpo, offline, ppo, reward_model, rlhf
 from rl.methods.base import Hosts
 from rl.methods.grpo import GrpoSettings, PolicyGradient
 from rl.methods.reinforce import ReinforceSettings
@@ -29,6 +29,10 @@ def _never(settings: Any) -> bool:
     return False
 
 
+def _no_remark(settings: Any, problems: Any) -> str | None:
+    return None
+
+
 def _no_critic(settings: Any) -> str | None:
     return None
 
@@ -42,6 +46,7 @@ class MethodSpec:
     clients: makes the other models it needs, `Models.others`. weights: names of weights that these are loaded from.
     value_head: whether the policy has a value head under given settings. critic: what `Hosts.critic` is asked for, None for nothing.
     keeps_beginning: whether it scores with the policy as it was before the stage (`Hosts.beginning`).
+    remark: what its reader should know of the training data that was found.
     variants: by the value of its setting `variant`, the flat settings that this stands for where they are not given.
     """
 
@@ -56,6 +61,7 @@ class MethodSpec:
     value_head: Callable[[Any], bool] = _never
     critic: Callable[[Any], str | None] = _no_critic
     keeps_beginning: Callable[[Any], bool] = _never
+    remark: Callable[[Any, Any], str | None] = _no_remark
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -120,6 +126,17 @@ METHODS: dict[str, MethodSpec] = {
         value_head=ppo.has_value_head,
         critic=lambda settings: settings.ppo.critic_model,
         keeps_beginning=ppo.keeps_beginning,
+    ),
+    "offline": MethodSpec(
+        offline.OfflineSettings,
+        "learn from stored answers and their rewards, without sampling",
+        offline.Offline,
+        reads=lambda settings: ("answers",),
+        needs_reward=False,
+        clients=offline.clients,
+        value_head=offline.has_value_head,
+        keeps_beginning=lambda settings: settings.offline.needs_behaviour,
+        remark=offline.remark,
     ),
     "distill": MethodSpec(
         distill.DistillSettings,

@@ -256,6 +256,7 @@ def _loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum]) -> dict[st
     metrics = {name: loss / max(1, tokens), "optim/tokens": tokens}
     if "entropy:sum" in sums:
         metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
+    metrics |= {f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens) for part in ("td_loss", "cql", "value_loss") if f"{part}:sum" in sums}
     active = sums.get("active_tokens:sum", 0.0)
     if "clipped_low:sum" in sums:
         metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(1.0, active)

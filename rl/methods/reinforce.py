@@ -19,6 +19,12 @@ class ReinforceSettings(GrpoSettings):
 
     policy_gradient: PolicyGradientSettings = field(default_factory=_policy_gradient)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy_gradient.variant is not None:
+            variant = self.policy_gradient.variant
+            raise ValueError(f"variants are settings of grpo, reinforce has none: train.py grpo --variant {variant}, or leave out variant")
+
     @property
     def learning_rate(self) -> float:
         given = self.optim.learning_rate

@@ -1,0 +1,371 @@
+"""Offline RL: rows read in every shape, each loss's datums by hand, the Q-loss against float64 arithmetic, and what is learnt."""
+
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from whole_runs import train, two_and_two
+
+from rl import ServiceClient
+from rl.data.problem_set import ProblemSet
+from rl.data.rollouts import filtered, load_rollouts
+from rl.errors import UserError
+from rl.losses import get_loss
+from rl.methods.base import Models
+from rl.methods.offline import Offline, OfflineOptions, OfflineSettings, check_answers, remark
+from rl.prepare import make_renderer
+from rl.renderers import get_renderer
+from rl.settings import LoopSettings
+from rl.types import Problem, StoredAnswer
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def drawn(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
+    """A row as a run writes it."""
+    row = {"group": group, "index": 0, "tag": "addition", "problem": 7 + group, "prompt": "12+34=", "response": "46", "reward": reward}
+    row |= {"prompt_tokens": [1, 2, 10, 3, 4, 11], "response_tokens": list(tokens), "logprobs": list(logprobs), "temperature": 1.0}
+    return {**row, **more}
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_a_runs_own_rows_are_grouped_as_they_were_sampled(tmp_path):
+    folder = tmp_path / "run" / "rollouts"
+    folder.mkdir(parents=True)
+    write(folder / "step_000001.jsonl", drawn(0), drawn(0, reward=0.0), drawn(1))
+    write(folder / "step_000002.jsonl", drawn(0, reward=0.5))
+    (folder / "step_000002.html").write_text("a page")
+    problems = load_rollouts(tmp_path / "run")
+    assert [[a.reward for a in p.answers] for p in problems] == [[1.0, 0.0], [1.0], [0.5]]
+    answer = problems[0].answers[0]
+    assert (answer.tokens, answer.logprobs, answer.temperature, answer.text) == ((4, 6, 12), (-0.5, -0.25, -0.125), 1.0, "46")
+    assert answer.place == "step_000001.jsonl line 1"
+    assert [p.answers for p in load_rollouts(folder)] == [p.answers for p in problems]
+    assert len(load_rollouts(folder, limit=2)) == 2
+
+
+def test_published_shapes(tmp_path):
+    solved = {"big": {"solution": "s", "is_correct": True}, "small": {"solution": "t", "is_correct": "False"}}
+    rows = [
+        {"prompt": "a?", "response": "x", "reward": 0.5},
+        {"prompt": "b?", "response": "y", "reward": True, "level": 3},
+        {"prompt": "a?", "response": "z", "reward": "false"},
+        {"question": "c?", "code": ["p", "q"], "score": [True, False]},
+        {"question": "d?", "ground_truth": "G", **solved},
+    ]
+    problems = load_rollouts(write(tmp_path / "rows.jsonl", *rows), system_prompt="Think.")
+    assert [[(a.text, a.reward) for a in p.answers] for p in problems] == [
+        [("x", 0.5), ("z", 0.0)],
+        [("y", 1.0)],
+        [("p", 1.0), ("q", 0.0)],
+        [("s", 1.0), ("t", 0.0)],
+    ]
+    assert [m["content"] for m in problems[2].messages] == ["Think.", "c?"]
+    assert problems[1].meta == {"level": 3} and problems[3].meta == {"ground_truth": "G"}
+    named = {"prompt_column": "q", "response_column": "texts", "reward_column": "points"}
+    (problem,) = load_rollouts(write(tmp_path / "named.jsonl", {"q": "a?", "texts": ["x"], "points": [2], "score": [9]}), **named)
+    assert [(a.text, a.reward) for a in problem.answers] == [("x", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "no JSON"),
+        ({"response": "x", "reward": 1}, "no column of prompt, question, problem, instruction.*--prompt-column"),
+        ({"prompt": "a", "response": "x"}, "no column of reward.*--reward-column"),
+        ({"prompt": "a", "response": ["x", "y"], "reward": [1]}, "'response' has 2 answers and 'reward' 1 rewards"),
+        ({"prompt": "a", "response": "x", "reward": "good"}, "'reward' is a number or a truth value, this is good"),
+        ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
+        ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is 3"),
+        (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
+        (drawn(logprobs=[-1.0]), "'logprobs' has one value for each of the 3"),
+        ({"prompt": "a", "m": {"solution": "x", "is_correct": None}}, "'m.is_correct' is a number or a truth value"),
+    ],
+)
+def test_bad_rows_are_named_with_file_and_line(row, says, tmp_path):
+    path = write(tmp_path / "rows.jsonl", drawn(), row)
+    with pytest.raises(UserError, match=f"(?s)rows.jsonl line 2: .*{says}"):
+        load_rollouts(path)
+    assert len(load_rollouts(path, on_bad_row="skip")) == 1
+
+
+def test_published_files(shared_data):
+    maths = load_rollouts(shared_data / "rollouts" / "qwen25math" / "math_cot_100.jsonl")
+    rows = [json.loads(line) for line in (shared_data / "rollouts/qwen25math/math_cot_100.jsonl").read_text().splitlines()]
+    assert [sum(a.reward for a in p.answers) for p in maths] == [sum(row["score"]) for row in rows]
+    assert all(len(p.answers) == 8 for p in maths) and maths[3].answers[2].text == rows[3]["response"][2]
+    grade = load_rollouts(shared_data / "gsm8k" / "example_model_solutions.jsonl")
+    text = (shared_data / "gsm8k/example_model_solutions.jsonl").read_text()
+    assert sum(len(p.answers) for p in grade) == 4 * len(text.splitlines()) == 4 * 1319
+    assert sum(a.reward for p in grade for a in p.answers) == text.count('"is_correct": true')
+
+
+def test_a_gzipped_file_and_nothing_at_all(tmp_path):
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"prompt": "a?", "response": "x", "reward": 1}))
+    assert len(load_rollouts(tmp_path / "rows.jsonl.gz")) == 1
+    (tmp_path / "empty").mkdir()
+    for path, says in ((tmp_path / "empty", "holds no rollouts"), (tmp_path / "absent", "do not exist")):
+        with pytest.raises(UserError, match=says):
+            load_rollouts(path)
+
+
+def stored(*rewards, **more):
+    return Problem([{"role": "user", "content": "12+34="}], answers=tuple(StoredAnswer(r, "46", place="here", **more) for r in rewards))
+
+
+@pytest.mark.parametrize(
+    ("top_fraction", "threshold", "kept"),
+    [
+        (0.25, None, [[0.9], [1.0]]),
+        (0.01, None, [[1.0]]),
+        (0.5, None, [[0.9, 0.5], [1.0, 0.5]]),
+        (1.0, None, [[0.9, 0.1, 0.5], [0.2, 1.0, 0.5], [0.0, 0.0]]),
+        (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
+    ],
+)
+def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
+    problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
+    found = filtered(problems, top_fraction, threshold)
+    assert [[a.reward for a in p.answers] for p in found] == kept and [p.index for p in found] == list(range(len(kept)))
+
+
+def test_a_filter_that_keeps_nothing_says_what_there_was():
+    with pytest.raises(UserError, match="reward of 2 or more; the best has 0.9"):
+        filtered(ProblemSet([stored(0.9)]), None, 2.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- datums
+
+
+class Policy:
+    """Stands for a client with a value head: the value at a position is the sum of the tokens so far."""
+
+    def compute_values(self, inputs):
+        found = [np.cumsum(one.to_ints()).astype(np.float32) for one in inputs]
+        return type("Future", (), {"result": lambda _: found})()
+
+
+class Beginning:
+    def __init__(self):
+        self.asked = 0
+
+    def logprobs(self, datums, temperature):
+        self.asked += len(datums)
+        return [-0.01 * d.loss_fn_inputs["target_tokens"].array.astype(np.float32) * temperature for d in datums]
+
+
+def datums_of(rows, **options):
+    beginning = Beginning()
+    renderer = get_renderer("plain", Digits())
+    method = Offline(OfflineSettings(offline=OfflineOptions(**options)))
+    return method.datums(rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0), beginning
+
+
+class Digits:
+    """A tokenizer of digits, "+" (10), "=" (11); 12 ends."""
+
+    eos_token_id, bos_token_id = 12, None
+
+    def encode(self, text, add_special_tokens=False):
+        return ["0123456789+=".index(c) for c in text]
+
+
+TOKENS = {"prompt_tokens": (1, 2), "tokens": (3, 4), "logprobs": (-0.5, -0.7)}
+
+
+def fields(datum, *names):
+    return [datum.loss_fn_inputs[name].array.tolist() for name in names]
+
+
+def test_group_baseline_and_stored_or_scored_behaviour():
+    row = Problem([{"role": "user", "content": "1+"}], answers=(StoredAnswer(1.0, **TOKENS), StoredAnswer(0.25, "34")))
+    (exact, scored), beginning = datums_of([row], loss="dro")
+    assert exact.model_input.to_ints() == [1, 2, 3]
+    targets, mask, logprobs, advantages = fields(exact, "target_tokens", "mask", "logprobs", "advantages")
+    assert targets == [2, 3, 4] and mask == [0, 1, 1] and advantages == [0, 0.375, 0.375]
+    assert logprobs == pytest.approx([0, -0.5, -0.7])
+    targets, mask, logprobs, advantages = fields(scored, "target_tokens", "mask", "logprobs", "advantages")
+    assert targets == [10, 3, 4, 12] and mask == [0, 1, 1, 1] and advantages == [0, -0.375, -0.375, -0.375]
+    assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
+    said = remark(OfflineSettings(), [row])
+    assert said is not None and said.startswith("1 of 2 stored answers have no logprobs: the policy as it is at the beginning scores them")
+    assert remark(OfflineSettings(offline=OfflineOptions(loss="ilql")), [row]) is None
+
+
+def test_learned_baseline_by_hand():
+    row = Problem([], answers=(StoredAnswer(10.0, **TOKENS),))
+    (datum,), beginning = datums_of([row], loss="importance_sampling", baseline="learned")
+    # values of the prefixes (1), (1, 2), (1, 2, 3): 1, 3, 6; those before the two actions are 3 and 6
+    assert fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]] and beginning.asked == 0
+
+
+def test_q_targets_by_hand():
+    (datum,), _ = datums_of([Problem([], answers=(StoredAnswer(10.0, **TOKENS),))], loss="ilql", gamma=0.5)
+    # the first action leads to the value 6 of (1, 2, 3), discounted; the last to the reward and to nothing after it
+    assert fields(datum, "returns", "advantages") == [[0, 3, 10], [0, 0, 4]]
+    assert "logprobs" not in datum.loss_fn_inputs
+
+
+def test_cloning_weighs_the_answer_alone():
+    (datum,), _ = datums_of([Problem([], answers=(StoredAnswer(1.0, **TOKENS),))], loss="bc", reward_threshold=1.0)
+    assert fields(datum, "weights") == [[0, 1, 1]] and set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
+
+
+# -------------------------------------------------------------------------------------------------------------- Q-loss
+
+
+def test_q_loss_is_the_formula_over_all_of_q():
+    """With Q(s, a) = V(s) + tau log pi(a | s) written out over the vocabulary, in float64, and its gradient by autograd."""
+    torch.manual_seed(0)
+    steps, vocabulary = 7, 5
+    tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
+    logits = torch.randn(steps, vocabulary, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(steps, dtype=torch.float64, requires_grad=True)
+    actions, old, returns = torch.randint(0, vocabulary, (steps,)), torch.randn(steps).double(), torch.randn(steps).double()
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 1]).double()
+    expected = torch.zeros((), dtype=torch.float64)
+    for t in range(steps):
+        if not mask[t]:
+            continue
+        v = values[t].detach()
+        q = v + tau * torch.log_softmax(logits[t], -1)
+        assert (tau * torch.logsumexp(q / tau, -1) - v).abs() < 1e-12  # the soft value of Q is V
+        # the TD error of Q against its target, both taken from the old value
+        td = returns[t] - (old[t] + q[actions[t]] - v)
+        conservative = tau * torch.logsumexp(q / tau, -1) - q[actions[t]]
+        u = returns[t] - values[t]
+        expected = expected + td**2 / 2 + cql * conservative + c * (kappa if u > 0 else 1 - kappa) * u**2
+    wanted = torch.autograd.grad(expected, (logits, values))
+    logp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
+    inputs = {"mask": mask, "values": values, "returns": returns, "advantages": returns - old}
+    config = {"tau": tau, "cql_coef": cql, "value_coef": c, "expectile": kappa}
+    loss, metrics = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 3, steps]), config)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12) and metrics["active_tokens:sum"] == 5
+    for found, right in zip(torch.autograd.grad(loss, (logits, values)), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+
+
+def test_an_expectile_of_one_half_is_the_mean_and_a_higher_one_lies_above_it():
+    returns = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    found = {}
+    for kappa in (0.5, 0.8, 0.95):
+        value = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        for _ in range(2000):
+            inputs = {"mask": torch.ones(4), "values": value.expand(4), "returns": returns, "advantages": torch.zeros(4)}
+            logp = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+            loss, _ = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 4]), {"expectile": kappa})
+            (slope,) = torch.autograd.grad(loss, value)
+            value = (value - 0.1 * slope).detach().requires_grad_(True)
+        found[kappa] = value.item()
+    # kappa (1 - v) = (1 - kappa) 3 v
+    for kappa, value in found.items():
+        assert value == pytest.approx(kappa / (kappa + 3 * (1 - kappa)), abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ whole runs
+
+
+def mixed_answers(path, copies: int = 8):
+    """Stored answers of mixed quality: to two digits, their larger one is right; a quarter of the answers are."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for a in range(10):
+        for b in range(10):
+            wrong = [d for d in range(10) if d != max(a, b)]
+            answers = [max(a, b) if i < copies // 4 else int(rng.choice(wrong)) for i in range(copies)]
+            rows.append({"prompt": f"{a}+{b}=", "response": [str(x) for x in answers], "reward": [float(x == max(a, b)) for x in answers]})
+    return write(path, *(rows[i] for i in rng.permutation(len(rows))))
+
+
+def tests_of_it(folder):
+    """The same problems to be asked."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(max(a, b))} for a in range(10) for b in range(10)]
+    folder.mkdir()
+    write(folder / "test.jsonl", *rows)
+    return folder
+
+
+LOSSES = ["bc --reward-threshold 1", "bc --top-fraction 0.25", "importance_sampling", "dro", "dro --baseline learned", "ilql"]
+
+
+@pytest.mark.slow
+def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
+    """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss goes on from its weights."""
+    data, asked = mixed_answers(tmp_path / "answers.jsonl"), tests_of_it(tmp_path / "asked")
+    words = f"offline --dataset {data} --eval-dataset {asked} --reward exact_match --max-tokens 3 --batch-size 25 --save-every 0"
+    clone = f"{words} --loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120 --warmup-steps 10"
+    behaviour = train(clone, tmp_path / "clone")[-1]["test/env/all/correct"]
+    assert 0.15 < behaviour < 0.4
+    model = tmp_path / "clone" / "checkpoints" / "offline-final" / "model"
+    for i, loss in enumerate(LOSSES):
+        rows = train(f"{words} --loss {loss} --base-model {model} --steps 50 --learning-rate 1e-3 --eval-every 50", tmp_path / str(i))
+        after = rows[-1]["test/env/all/correct"]
+        print(f"{loss}: {behaviour:.2f} -> {after:.2f}")
+        assert after > 0.7, loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dro --lora-rank 4", "dro --baseline learned", "ilql", "bc --top-fraction 0.5"])
+def test_two_and_two_steps_are_four(how, tmp_path):
+    """Answers without logprobs are scored by the policy as it was at the beginning, after a resume too."""
+    data = mixed_answers(tmp_path / "answers.jsonl", copies=4)
+    rows = two_and_two(f"offline --dataset {data} --batch-size 8 --learning-rate 1e-2 --eval-every 0 --loss {how}", tmp_path)
+    if "dro" in how:
+        drift = [abs(row["optim/kl_behaviour_v1"]) for row in rows]
+        assert drift[0] < 1e-5 < 1e-3 < drift[-1]
+
+
+@pytest.mark.slow
+def test_a_runs_rollouts_are_learnt_from_token_for_token(tmp_path):
+    """At the weights that drew them, the stored logprobs are the learner's own."""
+    words = "--batch-size 8 --max-tokens 4 --learning-rate 1e-12 --eval-every 0"
+    train(f"grpo {words} --group-size 4 --steps 2 --rollouts-every 1 --temperature 0.7", tmp_path / "run")
+    rows = train(f"offline {words} --steps 2 --dataset {tmp_path / 'run'} --temperature 0.7", tmp_path / "offline")
+    assert all(abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/kl_behaviour_v2"] < 1e-8 for row in rows)
+    with pytest.raises(UserError, match="drawn at temperature 0.7.*give --temperature 0.7"):
+        train(f"offline {words} --steps 1 --dataset {tmp_path / 'run'}", tmp_path / "other")
+
+
+def test_answers_that_cannot_be_learnt_are_named(tmp_path):
+    with ServiceClient(output_dir=tmp_path) as service:
+        policy = service.create_full_training_client("tiny:addition")
+        renderer = make_renderer(policy, None)
+        for answer, says in (
+            (StoredAnswer(1.0, prompt_tokens=(1,), tokens=(99,), place="a line 3"), "a line 3: token 99 is none of the policy's 14"),
+            (StoredAnswer(1.0, "1" * 600, place="a line 4"), "a line 4: prompt and answer take 60. tokens, .* context holds 512"),
+        ):
+            row = Problem([{"role": "user", "content": "1+1="}], answers=(answer,))
+            with pytest.raises(UserError, match=says):
+                check_answers(OfflineSettings(), [row], policy.info, renderer)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("offline", "offline needs stored answers: --dataset"),
+        ("offline --dataset nowhere", "stored rollouts nowhere do not exist"),
+        ("offline --loss bc", "loss bc needs one of top_fraction"),
+        ("offline --top-fraction 0.1", "other losses neither"),
+        ("offline --tau 0 --loss ilql", "tau is positive"),
+        ("offline --more-datasets x", "leave out more_datasets and curriculum"),
+    ],
+)
+def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
+    with pytest.raises((UserError, SystemExit)) as caught:
+        train(f"{words} --steps 1", tmp_path / "run")
+    text = " ".join((str(caught.value) + capsys.readouterr().err).replace("│", " ").split())
+    assert says in text and not (tmp_path / "run").exists()
+
+
+def test_defaults():
+    settings = OfflineSettings(loop=LoopSettings(batch_size=4))
+    assert (settings.learning_rate, settings.offline.loss, settings.offline.baseline) == (1e-6, "dro", "group")
+    assert math.isclose(settings.sampling.temperature, 1.0)

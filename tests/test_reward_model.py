@@ -1,0 +1,370 @@
+"""Reward models and RLHF: Bradley-Terry against float64 formulas, held-out calibration by hand, models in the loop, null controls."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import ADAM, VOCABULARY, call, gradient, make_worker, relative_difference
+from safetensors.torch import load_file, save_file
+from test_dpo import largest_digit_pairs
+from whole_runs import final_weights, train, two_and_two
+
+from rl import ServiceClient, checkpoint
+from rl.comparison import LABELS, Comparison, ComparisonModel, comparison_messages, swapped
+from rl.data.addition import addition
+from rl.errors import UserError
+from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
+from rl.losses import get_loss
+from rl.methods.reward_model import preference_metrics, scored_pair
+from rl.metrics import calibration_error
+from rl.packing import LAYOUTS
+from rl.prepare import make_renderer
+from rl.types import Datum, ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
+from rl.worker import ModelSpec
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+def by_hand(scores, centre):
+    """The sum over pairs in plain float64 arithmetic, and its gradient by each score."""
+    total, gradients = 0.0, []
+    for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True):
+        p = 1 / (1 + math.exp(rejected - chosen))
+        total += -math.log(p) + centre * (chosen + rejected) ** 2
+        gradients += [-(1 - p) + 2 * centre * (chosen + rejected), (1 - p) + 2 * centre * (chosen + rejected)]
+    return total, gradients
+
+
+@pytest.mark.parametrize("centre", [0.0, 0.3])
+def test_bradley_terry_is_the_formula_at_each_last_position(centre):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 6, 8)
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    values = torch.tensor(rng.standard_normal(cu[-1]) * 3, requires_grad=True)
+    zeros = torch.zeros(int(cu[-1]))
+    loss, metrics = get_loss("bradley_terry").fn(zeros, zeros, {"values": values}, torch.from_numpy(cu), {"centre_coef": centre})
+    (found,) = torch.autograd.grad(loss, values)
+    scores = values.detach().numpy()[cu[1:] - 1]
+    expected, gradients = by_hand(scores.tolist(), centre)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    whole = np.zeros(cu[-1])
+    whole[cu[1:] - 1] = gradients
+    np.testing.assert_allclose(found.numpy(), whole, atol=1e-12)
+    assert metrics["chosen_rewards:sum"].item() == pytest.approx(scores[0::2].sum())
+    assert metrics["ranked_right:sum"].item() == (scores[0::2] > scores[1::2]).sum()
+
+
+def pairs(count=6, seed=0):
+    rng = np.random.default_rng(seed)
+    datums = []
+    for _ in range(count):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(2, 6)).tolist()
+        for _ in range(2):
+            tokens = [*prompt, *rng.integers(0, VOCABULARY, rng.integers(1, 8)).tolist()]
+            mask = (np.arange(1, len(tokens) + 1) >= len(prompt)).astype(np.float32)
+            datums.append(Datum(ModelInput.from_ints(tokens), {"target_tokens": [*tokens[1:], 0], "mask": mask}))
+    return datums
+
+
+def stirred(worker):
+    worker.create_model(1, ModelSpec("tiny:addition", seed=4, value_head=True), None, False)
+    worker.learners[0] = worker.learners.pop(1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in worker.learners[0].trainable.values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return worker
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
+    """Whatever the layout and the cuts, it is that of the model run plainly on one sequence after the other."""
+    datums = pairs()
+    worker = stirred(make_worker())
+    model, head = worker.learners[0].model, worker.learners[0].head.value_head
+    scores = [
+        head(model(input_ids=torch.tensor([d.model_input.to_ints()]), output_hidden_states=True).hidden_states[-1][0])[-1] for d in datums
+    ]
+    total = sum(-torch.log(torch.sigmoid(a - b)) for a, b in zip(scores[0::2], scores[1::2], strict=True))
+    (total / 3.0).backward()
+    expected = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in worker.learners[0].trainable.values()])
+    for budget in (10_000, 1, 40):
+        worker = stirred(make_worker(layout=layout, token_budget=budget))
+        _, metrics = call(worker, "forward_backward", 0, datums, "bradley_terry", {}, 3.0, True)
+        assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
+        assert relative_difference(gradient(worker), expected) < 1e-5
+
+
+def test_calibration_and_metrics_by_hand():
+    # two bins of 0.5 to 1: {0.6, 0.7} with one of two right, {0.8, 0.9, 1.0} all right
+    p, right = [0.6, 0.7, 0.8, 0.9, 1.0], [1, 0, 1, 1, 1]
+    assert calibration_error(p, right, bins=2) == pytest.approx((abs(1 - 1.3) + abs(3 - 2.7)) / 5)
+    assert calibration_error([0.5] * 4, [1, 0, 1, 0]) == 0
+    metrics = preference_metrics(np.array([math.log(3), -math.log(4), 0.0]))  # P: 3/4, 1/5, 1/2
+    assert metrics["test/loss"] == pytest.approx(-(math.log(0.75) + math.log(0.2) + math.log(0.5)) / 3)
+    assert metrics["test/rewards/accuracies"] == pytest.approx(0.5)
+    # bins of 0.05: 0.75 right, 0.8 wrong, 0.5 a tie
+    assert metrics["test/rewards/calibration_error"] == pytest.approx((0.25 + 0.8 + 0.0) / 3)
+
+
+def test_a_well_calibrated_model_has_a_small_error():
+    rng = np.random.default_rng(0)
+    p = rng.uniform(0.5, 1, 20_000)
+    right = rng.random(20_000) < p
+    assert calibration_error(p.tolist(), right.tolist()) < 0.02
+    assert calibration_error((0.5 + p / 2).tolist(), right.tolist()) > 0.1  # too sure of itself
+
+
+# ---------------------------------------------------------------------------------------------------- the comparing judge
+
+
+class Judge:
+    """Stands for a sampling client whose logprob of every token is a function of the text before it."""
+
+    def __init__(self, prefers):
+        self.prefers = prefers
+
+    def compute_logprobs_many(self, inputs):
+        return type("Future", (), {"result": lambda _: [self._score("".join(map(chr, one.to_ints()))) for one in inputs]})()
+
+    def _score(self, text):
+        asked, label = text.rsplit("\n", 1)
+        first = asked.split("[Answer A]\n")[1].split("\n")[0]
+        second = asked.split("[Answer B]\n")[1].split("\n")[0]
+        logp = self.prefers(first, second)[LABELS.index(label.rstrip("$"))]
+        return [None, *[-9.0] * (len(asked)), *[logp / len(label)] * len(label)]
+
+
+class Letters:
+    """A renderer of characters, "$" at an answer's end."""
+
+    def build_supervised_example(self, messages):
+        *asked, answer = (str(m["content"]) for m in messages)
+        said = answer + "$"
+        return ModelInput.from_ints([ord(c) for c in "".join(asked) + said]), [0.0] * len("".join(asked)) + [1.0] * len(said)
+
+
+def test_both_orders_are_read_and_averaged():
+    """P(A, B, tie): (6, 1, 1)/8 where the longer stands first, (2, 1, 1)/4 where it stands second: a judge that favours the first place."""
+
+    def prefers(first, second):
+        return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
+
+    one = Comparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
+    (verdict,) = ComparisonModel(Judge(prefers), Letters()).verdicts([one])
+    assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2) and verdict.second == pytest.approx((1 / 8 + 2 / 4) / 2)
+    assert verdict.tie == pytest.approx((1 / 8 + 1 / 4) / 2) and not verdict.consistent
+    (other,) = ComparisonModel(Judge(prefers), Letters()).verdicts([swapped(one)])
+    assert (other.first, other.second, other.tie) == pytest.approx((verdict.second, verdict.first, verdict.tie))
+
+
+def test_conversations_are_shown_with_roles():
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Tell"}]
+    ((message),) = comparison_messages(Comparison(said, "one", "two"))
+    text = message["content"]
+    assert text.index("User: Hi") < text.index("Assistant: Yes?") < text.index("User: Tell") < text.index("[Answer A]\none")
+
+
+def group(*texts, rewards=None, finals=None):
+    members = []
+    for i, (text, reward) in enumerate(zip(texts, rewards or [0.0] * len(texts), strict=True)):
+        action, logs = SampledSequence([5 + i, 6], [-1.0, -1.0]), {"prompt": "p", "response": text}
+        members.append(Trajectory([Transition(ModelInput.from_ints([3, 4]), action, reward, True, {}, logs)]))
+    return TrajectoryGroup(members, list(finals or [0.0] * len(texts)), [{} for _ in texts])
+
+
+def test_scores_within_a_group_are_shares_of_wins():
+    def prefers(first, second):
+        gap = np.clip(len(first) - len(second), -1, 1)
+        return np.log([[0.2, 0.6, 0.2], [1 / 3] * 3, [0.6, 0.2, 0.2]][gap + 1])
+
+    judge = ComparedInGroup(ComparisonModel(Judge(prefers), Letters()))
+    (scores, alone) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
+    # longer beats shorter 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
+    assert scores == pytest.approx([(0.3 + 0.5 + 0.3) / 3, 0.7, (0.3 + 0.5 + 0.3) / 3, (0.7 + 0.3 + 0.7) / 3])
+    assert sum(scores) == pytest.approx(2.0) and alone == [0.5]
+
+
+class Scores:
+    scores_alone = True
+
+    def __init__(self, *scores):
+        self.found = [list(s) for s in scores]
+
+    def scores(self, groups):
+        return self.found
+
+
+def test_rewards_are_replaced_or_added_to_by_weight():
+    groups = [group("a", "b", rewards=[1.0, 0.0], finals=[0.0, 0.5])]
+    (only,) = LearnedRewards(Scores([2.0, -1.0]), 0.0)(groups)
+    assert only.get_total_rewards() == [2.0, -1.0]
+    (both,) = LearnedRewards(Scores([2.0, -1.0]), 0.1)(groups)
+    assert both.get_total_rewards() == pytest.approx([2.1, -0.95])
+    assert both.metrics_G == [{"reward/learned": 2.0, "reward/given": 1.0}, {"reward/learned": -1.0, "reward/given": 0.5}]
+    assert groups[0].get_total_rewards() == [1.0, 0.5]  # as they were
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
+    with ServiceClient(output_dir=tmp_path) as service:
+        client = service.create_full_training_client("tiny:addition", seed=2, value_head=True)
+        renderer = make_renderer(client, None)
+        rows = list(addition("train"))[:8]
+        datums = [d for row in rows for d in scored_pair(row, renderer)]
+        client.forward_backward(datums, "bradley_terry").result()
+        client.optim_step(ADAM).result()
+        scores = RewardModel(client, "rm").scores([group("a", "b"), group("c")])
+        for g, many in enumerate((2, 1)):
+            for i in range(many):
+                whole = ModelInput.from_ints([3, 4, 5 + i, 6])
+                assert scores[g][i] == pytest.approx(float(client.compute_values([whole]).result()[0][-1]), abs=1e-6)
+        assert len({round(s, 6) for s in scores[0]}) == 2
+        # a pair is scored as an answer that was sampled: prompt, answer, end mark
+        prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()
+        assert datums[0].model_input.to_ints() == [*prompt, *renderer.encode(rows[0].response), client.get_tokenizer().eos_token_id]
+
+
+LEARNS = "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear --eval-every 30 --save-every 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"])
+def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
+    rows = train(f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}", tmp_path / "run")
+    start, first, last = next(row for row in rows if row["step"] == 1), rows[0], rows[-1]
+    assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
+    assert first["test/rewards/accuracies"] == 0.5 and last["test/rewards/accuracies"] > 0.9
+    assert last["test/loss"] < 0.5 * math.log(2) and last["test/rewards/calibration_error"] < 0.2
+    if "centre" in how:
+        assert abs(last["test/rewards/chosen"] + last["test/rewards/rejected"]) < 0.5 * last["test/rewards/margins"]
+
+
+@pytest.mark.slow
+def test_swapped_labels_score_below_a_tenth(tmp_path):
+    wrong, right = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True), largest_digit_pairs(tmp_path / "right.jsonl")
+    rows = train(f"{LEARNS} --dataset {wrong} --eval-dataset {right}", tmp_path / "run")
+    assert rows[-1]["test/rewards/accuracies"] < 0.1
+
+
+@pytest.mark.slow
+def test_the_comparison_form_learns_the_same_preferences(tmp_path):
+    words = LEARNS.replace("--steps 60", "--steps 40") + " --form comparison --base-model tiny:ascii --eval-limit 40"
+    pairs_file = tmp_path / "pairs.jsonl"
+    rng = np.random.default_rng(0)
+    rows = [{"prompt": "?", "chosen": "b" * int(n), "rejected": "a" * int(n)} for n in rng.integers(1, 4, 400)]
+    pairs_file.write_text("\n".join(map(json.dumps, rows)))
+    found = train(f"{words} --dataset {pairs_file} --learning-rate 3e-3", tmp_path / "run")
+    first, last = found[0], found[-1]
+    assert first["test/rewards/accuracies"] < 0.8 and last["test/rewards/accuracies"] > 0.9
+    assert last["test/comparison/tie"] < first["test/comparison/tie"] and last["test/comparison/consistent"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
+    source = shared_data / "preferences" / "rasbt_dpo" / "instruction-data-with-preference.json"
+    words = f"""reward_model --dataset {source} --train-limit 400 --base-model tiny:chat
+        --tokenizer {shared_data / "tokenizers" / "minimind_6400"} --renderer role_colon
+        --steps 30 --batch-size 16 --learning-rate 1e-3 --eval-every 30 --save-every 0"""
+    rows = train(words, tmp_path / "run")
+    losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert np.mean(losses[-10:]) < 0.6
+    held_out = [row for row in rows if "test/loss" in row]
+    print("held-out accuracy and loss:", [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "--lora-rank 4 --num-substeps 2", "--form comparison --base-model tiny:ascii"])
+def test_two_steps_and_two_resumed_are_four_to_the_bit(how, tmp_path):
+    two_and_two(f"reward_model --batch-size 8 --learning-rate 1e-2 --eval-every 2 --eval-limit 16 {how}", tmp_path)
+
+
+def reward_model(folder: Path, *, constant: float | None = None) -> Path:
+    """A run of reward_model on a few pairs; with `constant`, one that says so whatever it reads."""
+    train("reward_model --steps 2 --batch-size 8 --learning-rate 1e-2 --eval-every 0", folder)
+    final = folder / "checkpoints" / "reward_model-final"
+    if constant is not None:
+        head = final / "value_head.safetensors"
+        tensors = load_file(str(head))
+        save_file({name: torch.full_like(t, constant if "bias" in name else 0.0) for name, t in tensors.items()}, str(head))
+        checkpoint._write_manifest(final, None)
+    return folder
+
+
+SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["rlhf --num-substeps 2", "grpo --group-size 4 --other-reward-weight 0.5 --kl-coef 0.1"])
+def test_rlhf_two_and_two_steps_are_four(how, tmp_path):
+    rows = two_and_two(f"{how} --reward-model {reward_model(tmp_path / 'rm')} --reward exact_match {SAMPLES}", tmp_path)
+    assert len({row["env/all/reward/learned"] for row in rows}) == 4
+    weight = 0.5 if "grpo" in how else 0.0
+    for row in rows:
+        expected = row["env/all/reward/learned"] + weight * row["env/all/reward/given"]
+        assert row["env/all/reward/total"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_constant_reward_model_leaves_the_weights_bit_equal(tmp_path):
+    """And one that is not constant does not, so that the control could fail."""
+    words = f"grpo --group-size 4 {SAMPLES} --reward None"
+    runs = {name: reward_model(tmp_path / name, constant=c) for name, c in (("same", 3.7), ("other", None))}
+    before = train(f"{words} --steps 0 --reward-model {runs['same']}", tmp_path / "before") or final_weights(tmp_path / "before")
+    for name, model in runs.items():
+        rows = train(f"{words} --steps 3 --reward-model {model}", tmp_path / f"run-{name}")
+        after = final_weights(tmp_path / f"run-{name}")
+        same = all(torch.equal(before[key], after[key]) for key in before)
+        assert same == (name == "same")
+        if name == "same":
+            assert all(row["env/all/reward/learned"] == pytest.approx(3.7, abs=1e-6) and row["env/all/reward/std"] == 0 for row in rows)
+
+
+def test_a_comparing_judge_rewards_groups(tmp_path):
+    """tiny:ascii judges itself, untrained: its rewards are shares of wins, whose mean is one half."""
+    words = "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 --max-tokens 2 --reward None"
+    (row,) = train(f"{words} --steps 1 --eval-every 0", tmp_path / "run")
+    assert row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6) and row["env/all/reward/std"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("rlhf", "rlhf needs a reward model"),
+        ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
+        ("grpo --reward-model a --comparison-model b", "name one of the two"),
+        ("grpo --other-reward-weight 1", "name one, or leave it out"),
+        ("ppo --comparison-model tiny:ascii", "set group_size to 2 or more"),
+        ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
+        ("reward_model --reward exact_match", "leave reward and rewards out"),
+    ],
+)
+def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
+    with pytest.raises((UserError, SystemExit)) as caught:
+        train(f"{words} --steps 1", tmp_path / "run")
+    text = " ".join((str(caught.value) + capsys.readouterr().err).replace("│", " ").split())
+    assert says in text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_stages_begin_from_the_stage_they_name(tmp_path):
+    """sft, a reward model on it, and rlhf that goes on from sft and not from the reward model."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "stages:\n  - {method: sft, steps: 2, learning_rate: 1e-2}\n  - {method: reward_model, steps: 2, learning_rate: 1e-2}\n"
+        "  - {method: rlhf, base_model: sft, reward_model: reward_model, steps: 1, learning_rate: 1e-9, max_tokens: 3}\n"
+        "batch_size: 8\neval_every: 0\n"
+    )
+    train(str(recipe), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    models = {name: load_file(str(folder / f"{name}-final/model/model.safetensors")) for name in ("sft", "reward_model", "rlhf")}
+    names = models["sft"].keys()
+    assert all(torch.allclose(models["sft"][n], models["rlhf"][n], atol=1e-6) for n in names)
+    assert any((models["sft"][n] - models["reward_model"][n]).abs().max() > 1e-4 for n in names)
+    assert checkpoint.read_state(folder / "reward_model-final")["spec"]["value_head"]
