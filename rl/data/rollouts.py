@@ -52,7 +52,8 @@ def load_rollouts(
     file and line, or skipped and counted.
     """
     files = _files(Path(source).expanduser())
-    bad, groups, good = BadRows(on_bad_row), {}, 0
+    bad, good = BadRows(on_bad_row), 0
+    groups: dict[tuple[Any, ...], _Group] = {}
     for path in files:
         for row in read_file(path):
             try:
