@@ -265,6 +265,27 @@ def compare(folder: Path, micro_batches: int = 3) -> list[dict[str, Any]]:
     return rows
 
 
+def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Measured against modelled seconds of a step, a row for each launch: arithmetic + bytes on the wire / link.
+
+    The two rates of the machine (one arithmetic for all launches, one link) are those that fit the launches best (least squares), so
+    what is checked is the model's form: that with them the bytes explain the differences between launches.
+    """
+    import numpy as np
+
+    launches = list(dict.fromkeys(row["launch"] for row in compared))
+    seconds = np.array([next(row["seconds"] for row in compared if row["launch"] == name) for name in launches])
+    sent = [{row["collective"]: row["modelled"] for row in compared if row["launch"] == name} for name in launches]
+    wire = np.array([on_the_wire(bytes_of, 2) for bytes_of in sent])
+    (arithmetic, per_byte), *_ = np.linalg.lstsq(np.stack([np.ones_like(wire), wire], 1), seconds, rcond=None)
+    modelled = arithmetic + wire * per_byte
+    return [
+        {"launch": name, "wire_mb": round(w / 1e6, 1), "measured_s": round(s, 3), "modelled_s": round(m, 3), "ratio": round(m / s, 3),
+         "arithmetic_s": round(arithmetic, 3), "link_mb_per_s": round(1e-6 / per_byte, 1)}
+        for name, w, s, m in zip(launches, wire.tolist(), seconds.tolist(), modelled.tolist(), strict=True)
+    ]  # fmt: skip
+
+
 def batch_costs() -> tuple[float, float]:
     """(bytes a token takes on its way to the ranks, bytes/s of packing and unpacking them) of RL datums here."""
     import numpy as np
@@ -311,7 +332,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             compared = compare(Path(folder))
         write_csv(given.out / "scaling_measured.csv", compared)
-        for row in compared:
+        times = step_times(compared)
+        write_csv(given.out / "scaling_seconds.csv", times)
+        for row in [*compared, *times]:
             print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
         size, rate = batch_costs()
         print(f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and unpacked at {rate / 1e6:.0f} MB/s here")

@@ -267,7 +267,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     assert stage.fill(start, 4, None) is start
 
 
-@pytest.mark.parametrize("judge", [None, object()])
+@pytest.mark.parametrize("judge", [None, SimpleNamespace(scores_alone=False)])
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
     """Without anything that scores, a row says nothing of rewards; with a reward model in the loop it does."""
     rows: list[dict] = []

@@ -241,6 +241,15 @@ def test_traffic_by_hand(scaling):
     assert sum(scaling.payload(SHAPE, Launch(cuda=True, bf16=True), 3).values()) == 0
 
 
+def test_step_times_by_hand(scaling):
+    """Launches whose times are 2 s and 10 ms a megabyte: fitted exactly, and one that takes twice that is told by its ratio."""
+    sent = {"ddp": 100e6, "zero1": 150e6, "zero2": 300e6}
+    rows = [{"launch": name, "collective": "all_reduce", "modelled": n, "seconds": 2 + n / 1e8} for name, n in sent.items()]
+    assert [(row["ratio"], row["arithmetic_s"], row["link_mb_per_s"]) for row in scaling.step_times(rows)] == [(1.0, 2.0, 100.0)] * 3
+    rows[1]["seconds"] *= 2
+    assert scaling.step_times(rows)[1]["ratio"] < 0.8
+
+
 @pytest.mark.slow
 def test_modelled_traffic_is_what_two_processes_send(scaling, tmp_path):
     rows = scaling.compare(tmp_path)
