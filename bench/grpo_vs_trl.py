@@ -108,6 +108,7 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by `Turns`."""
+    from rl.interrupts import StopRequest
     from rl.methods import METHODS
     from rl.methods.base import Models
     from rl.online import train_online
@@ -132,7 +133,7 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     with ServiceClient(output_dir=args.folder, seed=args.seed, settings=worker_settings([plan])) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
-        unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
+        unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=StopRequest())  # which nobody enters
         stage = TimedStage(
             name="grpo", index=0, method=METHODS["grpo"].hooks(plan.settings), models=Models(policy), problems=prepared.problems,
             test_problems=None, renderer=make_renderer(policy, None), scorer=prepared.scorer, seed=args.seed, first_step=0, done=0,

@@ -275,8 +275,10 @@ def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     launches = list(dict.fromkeys(row["launch"] for row in compared))
     seconds = np.array([next(row["seconds"] for row in compared if row["launch"] == name) for name in launches])
-    sent = [{row["collective"]: row["modelled"] for row in compared if row["launch"] == name} for name in launches]
-    wire = np.array([on_the_wire(bytes_of, 2) for bytes_of in sent])
+    sent: dict[str, dict[str, float]] = {name: {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0} for name in launches}
+    for row in compared:
+        sent[row["launch"]][row["collective"]] = row["modelled"]
+    wire = np.array([on_the_wire(sent[name], 2) for name in launches])
     (arithmetic, per_byte), *_ = np.linalg.lstsq(np.stack([np.ones_like(wire), wire], 1), seconds, rcond=None)
     modelled = arithmetic + wire * per_byte
     return [

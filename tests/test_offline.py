@@ -81,9 +81,9 @@ def test_published_shapes(tmp_path):
         ({"response": "x", "reward": 1}, "no column of prompt, question, problem, instruction.*--prompt-column"),
         ({"prompt": "a", "response": "x"}, "no column of reward.*--reward-column"),
         ({"prompt": "a", "response": ["x", "y"], "reward": [1]}, "'response' has 2 answers and 'reward' 1 rewards"),
-        ({"prompt": "a", "response": "x", "reward": "good"}, "'reward' is a number or a truth value, this is good"),
+        ({"prompt": "a", "response": "x", "reward": "good"}, "'reward' is a number or a truth value, this is 'good'"),
         ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
-        ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is 3"),
+        ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is '3'"),
         (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
         (drawn(logprobs=[-1.0]), "'logprobs' has one value for each of the 3"),
         ({"prompt": "a", "m": {"solution": "x", "is_correct": None}}, "'m.is_correct' is a number or a truth value"),
@@ -285,7 +285,7 @@ def mixed_answers(path, copies: int = 8):
     return write(path, *(rows[i] for i in rng.permutation(len(rows))))
 
 
-def tests_of_it(folder):
+def of_it(folder):
     """The same problems to be asked."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(max(a, b))} for a in range(10) for b in range(10)]
     folder.mkdir()
@@ -299,7 +299,7 @@ LOSSES = ["bc --reward-threshold 1", "bc --top-fraction 0.25", "importance_sampl
 @pytest.mark.slow
 def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
     """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss goes on from its weights."""
-    data, asked = mixed_answers(tmp_path / "answers.jsonl"), tests_of_it(tmp_path / "asked")
+    data, asked = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
     words = f"offline --dataset {data} --eval-dataset {asked} --reward exact_match --max-tokens 3 --batch-size 25 --save-every 0"
     clone = f"{words} --loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120 --warmup-steps 10"
     behaviour = train(clone, tmp_path / "clone")[-1]["test/env/all/correct"]
