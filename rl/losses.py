@@ -278,7 +278,7 @@ LOSSES: dict[str, LossSpec] = {
         pair_losses.bradley_terry, ("target_tokens", "mask"), (), ("centre_coef",), group=2, values=True, logprobs=False
     ),
     "ilql": LossSpec(
-        q_losses.ilql, ("target_tokens", "mask", "advantages", "returns"), ("logprobs",),
+        q_losses.ilql, ("target_tokens", "mask", "logprobs", "advantages", "returns"), (),
         ("tau", "cql_coef", "value_coef", "expectile"), masked=True, values=True,
     ),
 }  # fmt: skip

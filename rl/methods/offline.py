@@ -64,7 +64,7 @@ class OfflineOptions:
     gamma: float = 1.0
     """ilql: discount a token."""
     tau: float = 0.1
-    """ilql: temperature that turns Q into the policy, in units of reward; smaller follows Q more sharply."""
+    """ilql: what an advantage of Q is divided by to become log (policy / what drew the answers), in units of reward; smaller follows Q more sharply."""
     cql_coef: float = 0.1
     """ilql: weight of the conservative term, logsumexp Q - Q(a)."""
     expectile: float = 0.8
@@ -92,7 +92,7 @@ class OfflineOptions:
     @property
     def needs_behaviour(self) -> bool:
         """Whether it matters how likely the answers were to whoever gave them."""
-        return self.loss in ("dro", "importance_sampling")
+        return self.loss != "bc"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class OfflineSettings:
 
 def has_value_head(settings: OfflineSettings) -> bool:
     how = settings.offline
-    return how.loss == "ilql" or (how.needs_behaviour and how.baseline == "learned")
+    return how.loss == "ilql" or (how.loss != "bc" and how.baseline == "learned")
 
 
 def clients(settings: OfflineSettings, hosts: Hosts) -> dict[str, Any]:
@@ -140,10 +140,10 @@ class Offline:
         datums = [answer_datum(row, answer, renderer) for row in rows for answer in row.answers]
         if self.how.loss == "bc":
             return [_renamed(datum, "mask", "weights") for datum in datums]
+        datums = self._with_behaviour(datums, answers, models)
         if self.how.loss == "ilql":
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [self._q_datum(d, a.reward, v) for d, a, v in zip(datums, answers, values, strict=True)]
-        datums = self._with_behaviour(datums, answers, models)
         if self.how.baseline == "learned":
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [_credited(d, a.reward - v, a.reward) for d, a, v in zip(datums, answers, values, strict=True)]
@@ -200,7 +200,7 @@ class Offline:
             return {**config, "tau": how.tau, "cql_coef": how.cql_coef, "expectile": how.expectile, "value_coef": how.value_coef}
         if how.loss == "dro":
             config["beta"] = how.beta
-        if how.needs_behaviour and how.baseline == "learned":
+        if how.baseline == "learned" and how.loss != "bc":
             config["value_coef"] = how.value_coef
         return config
 
