@@ -197,7 +197,7 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
     said = remark(OfflineSettings(), [row])
     assert said is not None and said.startswith("1 of 2 stored answers have no logprobs: the policy as it is at the beginning scores them")
-    assert remark(OfflineSettings(offline=OfflineOptions(loss="ilql")), [row]) is None
+    assert remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row]) is None
 
 
 def test_learned_baseline_by_hand():
@@ -211,7 +211,7 @@ def test_q_targets_by_hand():
     (datum,), _ = datums_of([Problem([], answers=(StoredAnswer(10.0, **TOKENS),))], loss="ilql", gamma=0.5)
     # the first action leads to the value 6 of (1, 2, 3), discounted; the last to the reward and to nothing after it
     assert fields(datum, "returns", "advantages") == [[0, 3, 10], [0, 0, 4]]
-    assert "logprobs" not in datum.loss_fn_inputs
+    assert fields(datum, "logprobs")[0] == pytest.approx([0, -0.5, -0.7])
 
 
 def test_cloning_weighs_the_answer_alone():
@@ -223,29 +223,32 @@ def test_cloning_weighs_the_answer_alone():
 
 
 def test_q_loss_is_the_formula_over_all_of_q():
-    """With Q(s, a) = V(s) + tau log pi(a | s) written out over the vocabulary, in float64, and its gradient by autograd."""
+    """With Q(s, a) = V(s) + tau log (pi / pi_b)(a | s) written out over the vocabulary, in float64, and its gradient by autograd."""
     torch.manual_seed(0)
     steps, vocabulary = 7, 5
     tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
     logits = torch.randn(steps, vocabulary, dtype=torch.float64, requires_grad=True)
     values = torch.randn(steps, dtype=torch.float64, requires_grad=True)
     actions, old, returns = torch.randint(0, vocabulary, (steps,)), torch.randn(steps).double(), torch.randn(steps).double()
+    behaviour = torch.log_softmax(torch.randn(steps, vocabulary).double(), -1)
     mask = torch.tensor([0, 1, 1, 0, 1, 1, 1]).double()
     expected = torch.zeros((), dtype=torch.float64)
     for t in range(steps):
         if not mask[t]:
             continue
         v = values[t].detach()
-        q = v + tau * torch.log_softmax(logits[t], -1)
-        assert (tau * torch.logsumexp(q / tau, -1) - v).abs() < 1e-12  # the soft value of Q is V
+        q = v + tau * (torch.log_softmax(logits[t], -1) - behaviour[t])
+        soft = tau * torch.logsumexp(q / tau + behaviour[t], -1)
+        assert (soft - v).abs() < 1e-12  # the soft value of Q is V
         # the TD error of Q against its target, both taken from the old value
         td = returns[t] - (old[t] + q[actions[t]] - v)
-        conservative = tau * torch.logsumexp(q / tau, -1) - q[actions[t]]
+        conservative = soft - q[actions[t]]
         u = returns[t] - values[t]
-        expected = expected + td**2 / 2 + cql * conservative + c * (kappa if u > 0 else 1 - kappa) * u**2
+        expected = expected + (td**2 / 2 + cql * conservative) / tau + c * (kappa if u > 0 else 1 - kappa) * u**2
     wanted = torch.autograd.grad(expected, (logits, values))
     logp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
-    inputs = {"mask": mask, "values": values, "returns": returns, "advantages": returns - old}
+    drew = behaviour.gather(1, actions[:, None])[:, 0]
+    inputs = {"mask": mask, "values": values, "returns": returns, "advantages": returns - old, "logprobs": drew}
     config = {"tau": tau, "cql_coef": cql, "value_coef": c, "expectile": kappa}
     loss, metrics = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 3, steps]), config)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12) and metrics["active_tokens:sum"] == 5
@@ -259,8 +262,8 @@ def test_an_expectile_of_one_half_is_the_mean_and_a_higher_one_lies_above_it():
     for kappa in (0.5, 0.8, 0.95):
         value = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for _ in range(2000):
-            inputs = {"mask": torch.ones(4), "values": value.expand(4), "returns": returns, "advantages": torch.zeros(4)}
-            logp = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+            logp = torch.zeros(4, dtype=torch.float64)
+            inputs = {"mask": torch.ones(4), "values": value.expand(4), "returns": returns, "advantages": logp, "logprobs": logp}
             loss, _ = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 4]), {"expectile": kappa})
             (slope,) = torch.autograd.grad(loss, value)
             value = (value - 0.1 * slope).detach().requires_grad_(True)
@@ -293,7 +296,14 @@ def of_it(folder):
     return folder
 
 
-LOSSES = ["bc --reward-threshold 1", "bc --top-fraction 0.25", "importance_sampling", "dro", "dro --baseline learned", "ilql"]
+LOSSES = {
+    "bc --reward-threshold 1": 50,
+    "bc --top-fraction 0.25": 50,
+    "importance_sampling": 50,
+    "dro": 50,
+    "dro --baseline learned": 50,
+    "ilql --schedule linear": 200,  # a token's worth has to reach the value of the token before it first
+}
 
 
 @pytest.mark.slow
@@ -305,8 +315,9 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
     behaviour = train(clone, tmp_path / "clone")[-1]["test/env/all/correct"]
     assert 0.15 < behaviour < 0.4
     model = tmp_path / "clone" / "checkpoints" / "offline-final" / "model"
-    for i, loss in enumerate(LOSSES):
-        rows = train(f"{words} --loss {loss} --base-model {model} --steps 50 --learning-rate 1e-3 --eval-every 50", tmp_path / str(i))
+    for i, (loss, steps) in enumerate(LOSSES.items()):
+        more = f"--base-model {model} --learning-rate 1e-3 --steps {steps} --eval-every {steps}"
+        rows = train(f"{words} --loss {loss} {more}", tmp_path / str(i))
         after = rows[-1]["test/env/all/correct"]
         print(f"{loss}: {behaviour:.2f} -> {after:.2f}")
         assert after > 0.7, loss

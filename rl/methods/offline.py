@@ -65,9 +65,9 @@ class OfflineOptions:
     """ilql: discount a token."""
     tau: float = 0.1
     """ilql: what an advantage of Q is divided by to become log (policy / what drew the answers), in units of reward; smaller follows Q more sharply."""
-    cql_coef: float = 0.1
-    """ilql: weight of the conservative term, logsumexp Q - Q(a)."""
-    expectile: float = 0.8
+    cql_coef: float = 0.3
+    """ilql: weight of the conservative term, logsumexp Q - Q(a), in units of reward. Too small beside a high expectile, and answers that are not in the data win."""
+    expectile: float = 0.7
     """ilql: the value is this expectile of what the data's actions lead to: 0.5 their mean, nearer to 1 their best."""
     value_coef: float = 0.5
     """Weight of the value's loss (baseline learned, ilql)."""
