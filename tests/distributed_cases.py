@@ -243,6 +243,29 @@ class Launch:
             self.results[f"planted, {start}"] = self.look()
             self.end()
 
+    def two_models(self) -> None:
+        """A policy and a critic, as two models at once: calls and updates in turns, and a third that only scores in between."""
+        self.end()
+        self.verb("configure", SMALL)
+        policy, critic, frozen = (self.service.create_training_client_from_state(str(self.starts / s)) for s in ("tied", "value", "untied"))
+        found: dict[str, Any] = {"scores": frozen.forward(eight(), "ppo").result().metrics["loss:sum"]}
+        for part in (eight()[:3], eight()[3:]):
+            policy.forward_backward(part, "ppo", divisor=DIVISOR).result()
+            frozen.forward(part, "ppo").result()
+            critic.forward_backward(for_loss(part, "value"), "value", divisor=DIVISOR).result()
+        found["policy"] = self.verb("gradient", policy.model_id)
+        found["critic"] = self.verb("gradient", critic.model_id)
+        for step in range(2):
+            datums = update_datums(step)
+            policy.forward_backward(datums, "ppo", divisor=DIVISOR)
+            critic.forward_backward(for_loss(datums, "value"), "value", divisor=DIVISOR)
+            norms = [client.optim_step(update_params(step)).result().metrics["grad_norm"] for client in (policy, critic)]
+            found[f"norms {step}"] = norms
+        found["scores after"] = frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
+        self.results["two models"] = found
+        for client in (policy, critic, frozen):
+            client.release()
+
     def updates(self) -> None:
         """Five updates, what the ranks then sample, and what is saved."""
         for start in ("untied", "lora_tied"):
@@ -304,6 +327,7 @@ def main(starts: Path, out: Path, also: str | None) -> None:
     launch = Launch(starts, out)
     launch.gradients(list(GRADIENTS))
     launch.unequal_shares()
+    launch.two_models()
     launch.updates()
     launched_with = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if also is not None:

@@ -282,15 +282,26 @@ def test_a_wrong_divisor_is_seen(launched, references, start):
     assert_same(results[f"planted, {start}"], {name: value / 2 for name, value in expected.items()})
 
 
-def updated(starts: Path, start: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Five updates by torch's AdamW and clipping in float64: how each trained weight changed, and the norms before clipping."""
+def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
+    """A policy, a critic and a frozen model, each with an engine of its own: no call or update of one is seen by another."""
+    found = launched[1]["two models"]
+    assert_same(found["policy"], references.gradient("tied", "ppo", eight())[0])
+    assert_same(found["critic"], references.gradient("value", "value", eight())[0])
+    for i, (start, loss) in enumerate((("tied", "ppo"), ("value", "value"))):
+        _, norms = updated(starts, start, loss, steps=2)
+        assert [found[f"norms {step}"][i] for step in range(2)] == pytest.approx(norms, rel=1e-5)
+    assert found["scores"] == found["scores after"] == pytest.approx(references.gradient("untied", "ppo", eight())[1], rel=1e-5)
+
+
+def updated(starts: Path, start: str, loss: str = "ppo", steps: int = 5) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Updates by torch's AdamW and clipping in float64: how each trained weight changed, and the norms before clipping."""
     model, norms = load(starts, start), []
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in parameters.items()}
     adam = torch.optim.AdamW(parameters.values())
-    for step in range(5):
+    for step in range(steps):
         adam.zero_grad()
-        backward(model, update_datums(step), "ppo")
+        backward(model, update_datums(step), loss)
         params = update_params(step)
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm)))
         assert norms[-1] > params.grad_clip_norm
