@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance
 from typing import Any
 
+from rl.metrics import largest
+
 Row = Mapping[str, Any]
 Check = Callable[[Sequence[Row]], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
-GRAD_NORM, ENTROPY = "optim/grad_norm", "optim/entropy"
+GRAD_NORM, CRITIC_NORM, SKIPPED = "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite"
+ENTROPY = "optim/entropy"
 CREDITED = "optim/frac_credited"  # share of the sampled tokens that were trained on with an advantage other than 0
+TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
 REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
 MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
@@ -26,6 +30,7 @@ EPISODES, LENGTH, TRUNCATED = "env/all/total_episodes", "env/all/ac_tokens_per_t
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
+CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
 FEW, SOME, MANY = 3, 5, 20  # batches: until a fault is no accident; for a level; for a trend under noise
 LOW_TEMPERATURE = 0.6  # the lower end of what is recommended for exploration, 0.6 to 1
 
@@ -69,29 +74,50 @@ def mastered(rows: Sequence[Row]) -> bool:
 
 def kl_above(level: float) -> Check:
     def check(rows: Sequence[Row]) -> str | None:
-        value = max(abs(number(rows[-1], KL[0])), number(rows[-1], KL[1]))
-        return f"KL between sampler and learner is {value:.3g}, above {level:g}" if value > level else None
+        value = largest([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
+        return None if value <= level else f"KL between sampler and learner is {value:.3g}, above {level:g}"  # nan is not below
 
     return check
 
 
 def large_gradient(rows: Sequence[Row]) -> str | None:
-    """Above 10 for three batches, as a mean over all sampled tokens: where few groups carry signal, the norm is of few tokens."""
-    norms = [number(row, GRAD_NORM) * row.get(CREDITED, 1.0) for row in rows[-FEW:]]
-    if math.isnan(norms[-1]) or math.isinf(norms[-1]):
-        return "the gradient is not finite"
-    if len(norms) < FEW or not min(norms) > LARGE_NORM:
-        return None
-    return f"gradient norm {number(rows[-1], GRAD_NORM):.3g}, above {LARGE_NORM:g} for {FEW} batches"
+    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not finite, whether it was skipped or not.
+
+    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a mean over their tokens alone:
+    noise of a norm of 10 to 30 in a run that is well. There the policy's norm is taken as a mean over all sampled tokens.
+    """
+    if number(rows[-1], SKIPPED) > 0:
+        return "the gradient is not finite: the optimizer step was left out"
+    last, ones = rows[-FEW:], [1.0] * FEW
+    shares = [row.get(CREDITED, 1.0) for row in last] if mastered(rows) else ones
+    for what, name, weights in (("gradient norm", GRAD_NORM, shares), ("the critic's gradient norm", CRITIC_NORM, ones)):
+        norms = column(last, name)
+        if name in last[-1] and not math.isfinite(norms[-1]):
+            return f"{what} is not finite"
+        if len(last) == FEW and all(norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)):
+            return f"{what} {norms[-1]:.3g}, above {LARGE_NORM:g} for {FEW} batches"
+    return None
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Three batches in a row without an advantage other than 0, though not all answers were as good as can be."""
+    """Three batches in a row that tell no answer from another, though not all were as good as can be.
+
+    No advantage other than 0; or, where a price on KL or a learned value gives every token one all the same, rewards that are
+    equal within each group (of single answers: in all three batches).
+    """
     last = rows[-FEW:]
-    if len(last) < FEW or any(number(row, CREDITED) != 0 for row in last) or solved(rows):
+    if len(last) < FEW or solved(rows):
         return None
-    value = number(rows[-1], REWARD)
-    return f"all advantages are zero for {FEW} batches: answers are not told apart (mean reward {value:.3g})"
+    value = f"mean reward {number(rows[-1], REWARD):.3g}"
+    if all(number(row, CREDITED) == 0 for row in last):
+        return f"all advantages are zero for {FEW} batches: answers are not told apart ({value})"
+    if TEACHER in rows[-1] or mastered(rows):
+        return None
+    if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
+        return f"rewards are equal within every group for {FEW} batches: answers are not told apart ({value})"
+    if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(column(last, LOW)) == max(column(last, HIGH)):
+        return f"rewards are all equal for {FEW} batches: answers are not told apart ({value})"
+    return None
 
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
@@ -105,9 +131,17 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
-    """Entropy below a tenth of what it was at first, with much still to learn: a task mastered may leave no doubt."""
+    """Entropy below a tenth of what it was at first, or answers that are certain, with much still to learn.
+
+    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from its beginning on.
+    """
+    if mastered(rows):
+        return None
+    newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
+    if len(newest) == SOME and largest(newest) < CERTAIN:
+        return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
     found = ends(rows, ENTROPY, SOME)
-    if found is None or mastered(rows):
+    if found is None:
         return None
     first, last = fmean(found[0]), max(found[1])
     return f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
@@ -175,7 +209,7 @@ class Alarm:
 
 _MISMATCH = (
     "Samples and learner should agree: check precision (fp32 on both sides, or bf16 on both), and whether the policy was changed "
-    "between sampling and learning; truncated_is bounds what it does."
+    "between sampling and learning; truncated_is (grpo) bounds what it does."
 )
 ALARMS = (
     Alarm("kl_0.01", KL, kl_above(0.01), _MISMATCH),
@@ -183,13 +217,12 @@ ALARMS = (
     Alarm("kl_1", KL, kl_above(1.0), "The policy has diverged: stop, go back to a checkpoint, and lower learning_rate."),
     Alarm(
         "grad_norm", (GRAD_NORM,), large_gradient,
-        "Lower learning_rate or add warmup_steps; scale or clip rewards that are large (reward_scale, reward_clip); keep grad_clip_norm "
-        "at 1.",
+        "Lower learning_rate or add warmup_steps; with large rewards, reward_scale or reward_clip (RL); keep grad_clip_norm at 1.",
     ),
     Alarm(
         "zero_advantages", (CREDITED, REWARD, LOW, HIGH), zero_advantages,
         "Nothing is learnt from such batches: look at rollouts/ whether the reward works, choose easier (or harder) problems or a "
-        "curriculum, raise temperature or group_size, or set dynamic_sampling.",
+        "curriculum, raise temperature or group_size, or set dynamic_sampling (grpo).",
     ),
     Alarm(
         "reward_flat", (REWARD, LOW, HIGH), reward_flat,
@@ -198,7 +231,8 @@ ALARMS = (
     ),
     Alarm(
         "entropy_collapse", (ENTROPY, REWARD, LOW, HIGH), entropy_collapse,
-        "Lower learning_rate, raise temperature or clip_high (1.28), or give an entropy bonus or a KL term.",
+        "Lower learning_rate, raise temperature, give an entropy bonus (entropy_coef) or a KL term (kl_coef), or raise clip_high (grpo) "
+        "to 1.28.",
     ),
     Alarm(
         "low_temperature", (TEMPERATURE, MIXED, GROUPS, EPISODES, REWARD, LOW, HIGH), low_temperature,
@@ -211,7 +245,7 @@ ALARMS = (
     ),
     Alarm(
         "length", (LENGTH, TRUNCATED), length_running_away,
-        "If the answers are no better for it, set overlong_share (0.2), normalise to constant or tokens, or lower max_tokens.",
+        "If the answers are no better for it, set overlong_share (RL) to 0.2, normalise (grpo) to constant or tokens, or lower max_tokens.",
     ),
     Alarm(
         "format_alone", (FORMAT, CORRECT), format_alone,
@@ -250,4 +284,4 @@ def _needed(row: Row) -> Row:
     return {name: value for name, value in row.items() if name in _KEPT or name.startswith("alarm/")}
 
 
-_KEPT = frozenset((*(name for alarm in ALARMS for name in alarm.needs), CREDITED, STD))
+_KEPT = frozenset((*(name for alarm in ALARMS for name in alarm.needs), CREDITED, STD, CRITIC_NORM, SKIPPED, TEACHER))

@@ -1,8 +1,8 @@
 """The command line: `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `Run`, and a `Run` to the config.json of its folder.
 
 Later words win: a setting's default, a recipe's top level, a recipe's stage, the flags on the line. A top-level setting and
-a flag reach every stage that has it. Every mistake found is shown in one box (exit code 2). Nothing heavy is imported here:
-help must come at once.
+a flag reach every stage that has it, but for those in which it has no effect (an error where that is all of them). Every mistake
+found is shown in one box (exit code 2). Nothing heavy is imported here: help must come at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rl import help_pages
-from rl.fields import Given, SettingsError, build, fields_of, flatten, nearest, show, unflatten, words_of
+from rl.fields import Given, SettingsError, as_flags, build, fields_of, flatten, nearest, show, unflatten, without_unused, words_of
 from rl.recipe import Recipe, RecipeStage, read_recipe
 
 HELP_WORDS = ("-h", "--help")
@@ -244,8 +244,11 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
     named = " or ".join(tables) or "any method"
     _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
 
-    options_value = build(options, {k: v for k, v in {**plan.shared, **found}.items() if k in option_table}, problems)
+    typed = found if plan.recipe else known  # what may stand in a recipe is called by its name there
+    options_value = _build(options, {k: v for k, v in {**plan.shared, **found}.items() if k in option_table}, problems, plan, typed)
     built: list[Stage] = []
+    used: set[str] = set()
+    unused: dict[str, str] = {}  # what is given for all stages is for those in which it has an effect, if there is one
     for stage, name in zip(stages, _stage_names(stages), strict=True):
         method = str(stage.method)
         for key in [key for key in stage.given if key in option_table]:
@@ -255,11 +258,24 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
         merged = {k: v for k, v in {**plan.shared, **own, **found}.items() if k in tables[method]}
         merged = {**_variant(methods[method], merged.get("variant")), **merged}
         prefix = f"stage {name}: " if len(stages) > 1 else ""
-        built.append(Stage(method, name, build(methods[method].settings, merged, problems, prefix)))
+        if len(stages) > 1:
+            merged, left_out = without_unused(methods[method].settings, merged, {*plan.shared, *found} - (own.keys() - found.keys()))
+            unused |= {key: f"{prefix}{text}" for key, text in left_out.items()}
+        used |= merged.keys()
+        built.append(Stage(method, name, _build(methods[method].settings, merged, problems, plan, typed, prefix)))
+    problems += [as_flags(text, typed) for key, text in unused.items() if key not in used]
     if problems:
         raise SettingsError(problems)
     run_name = options_value.name or (plan.recipe.stem if plan.recipe else built[0].method)
     return Run(run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None)
+
+
+def _build(cls: type, given: Mapping[str, Given], problems: list[str], plan: _Plan, typed: Collection[str], prefix: str = "") -> Any:
+    """`build`; settings in `typed` are called by their flags in what their checks say."""
+    found: list[str] = []
+    built = build(cls, given, found, prefix)
+    problems += [p if plan.recipe is not None and p.startswith(f"{plan.recipe} line") else as_flags(p, typed) for p in found]
+    return built
 
 
 def parse(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe: Path, *, options: type) -> Run:
@@ -292,12 +308,12 @@ def _help(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe
         run = read(words, methods, default_recipe, options)
         pages = [(stage.method, stage.settings, run.options) for stage in run.stages]
     if os.environ.get("RANK", "0") == "0":
-        for method, settings, options_value in pages:
-            help_pages.method(method, methods[method], options, settings, options_value)
-        if not pages:
-            help_pages.index(methods, default_recipe, _recipes(default_recipe.parent))
+        with help_pages.reader_may_leave():
+            for method, settings, options_value in pages:
+                help_pages.method(method, methods[method], options, settings, options_value)
+            if not pages:
+                help_pages.index(methods, default_recipe, _recipes(default_recipe.parent))
     raise SystemExit(0)
-
 
 
 # ----------------------------------------------------------------------------------------------------------- config.json

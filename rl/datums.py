@@ -50,6 +50,7 @@ def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
     what is new is appended, so an episode of many turns is one training sequence. Otherwise (a template that drops
     earlier thinking, say) the datum is emitted and a new one starts with the full observation.
     Inputs drop the last token; targets, logprobs, advantages and mask drop the first. Observation positions are 0.
+    Each datum says which share of the episode's action tokens it holds: what counts sequences counts episodes by it.
     Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
     """
     advantage = trajectory.advantage
@@ -73,6 +74,10 @@ def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
             raise ValueError(f"an action of {len(action.tokens)} tokens needs as many logprobs, got {have}")
         sequence.act(action.tokens, action.logprobs, own)
     datums.append(sequence.datum())
+    if len(datums) > 1:
+        tokens = [action_tokens([datum]) for datum in datums]
+        for datum, count in zip(datums, tokens, strict=True):
+            datum.episode_share = count / sum(tokens) if any(tokens) else 1 / len(datums)
     return datums
 
 

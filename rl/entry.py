@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import NoReturn
 
 from rl.cli import Run
+from rl.fields import as_flags, flatten
 
 TRACEBACK = "WHETSTONE_TRACEBACK"
 LOST = 1
@@ -18,6 +20,8 @@ LOST = 1
 
 def main(run: Run) -> int:
     """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: by Ctrl-C."""
+
+    outcome = ["nothing was started"]
 
     def work() -> None:
         if run.options.plan:
@@ -27,18 +31,28 @@ def main(run: Run) -> int:
             return
         from rl.run import execute
 
-        execute(run)
+        execute(run, lambda: outcome.append("the run stopped"))
 
-    return guarded(work, see="python train.py --help", outcome="nothing was started" if run.options.plan else "the run stopped")
+    # Where no recipe was named, settings were typed as flags, and are called so.
+    tables = [run.options, *(stage.settings for stage in run.stages)] if run.recipe is None else []
+    flags = {name for table in tables for name in flatten(table)}
+    return guarded(work, see="python train.py --help", outcome=lambda: outcome[-1], flags=flags)
 
 
-def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
-    """Does `work` and turns how it ended into an exit code, as in `main`. `see`, `outcome`: for the box of an error."""
+def guarded(work: Callable[[], None], *, see: str, outcome: str | Callable[[], str], flags: Collection[str] = ()) -> int:
+    """Does `work` and turns how it ended into an exit code, as in `main`.
+
+    For the box of an error: `see` tells more, `outcome` heads it (asked for after the error), settings in `flags` are named as flags.
+    """
     _quieten()
     _end_with_the_launcher()
     from rl import help_pages
     from rl.errors import RankLost, UserError
     from rl.interrupts import INTERRUPTED, Stopped
+
+    def fail(problem: str, *, see: str, code: int = 2) -> NoReturn:
+        head = outcome if isinstance(outcome, str) else outcome()
+        help_pages.fail([as_flags(problem, flags)], see=see, outcome=head, code=code)
 
     try:
         work()
@@ -50,17 +64,17 @@ def guarded(work: Callable[[], None], *, see: str, outcome: str) -> int:
         if os.environ.get(TRACEBACK):
             raise
         more = f"--resume goes on from the newest checkpoint; {TRACEBACK}=1 shows where this was raised"
-        help_pages.fail([str(lost)], see=more, outcome=outcome, code=LOST)
+        fail(str(lost), see=more, code=LOST)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(TRACEBACK):
             raise
-        help_pages.fail([f"the disk is full: {error}"], see="make room, then --resume goes on from the newest checkpoint", outcome=outcome)
+        fail(f"the disk is full: {error}", see="make room, then --resume goes on from the newest checkpoint")
     except ValueError as error:
         # Every ValueError of ours says what is wrong with which input; a library's may not, hence the way to its traceback.
         if os.environ.get(TRACEBACK):
             raise
         more = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
-        help_pages.fail([str(error)], see=more, outcome=outcome)
+        fail(str(error), see=more)
     return 0
 
 

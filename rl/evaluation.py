@@ -42,7 +42,8 @@ def answer_rows(groups: Sequence[TrajectoryGroup], problems: Sequence[Problem]) 
     for group in groups:
         for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards(), strict=True):
             turn = trajectory.transitions[-1]
-            asked = {"problem": group.problem_index, **turn.logs, "expected": expected[group.problem_index]}
+            logs = {name: value for name, value in turn.logs.items() if name != "messages"}  # the prompt is their last
+            asked = {"problem": group.problem_index, **logs, "expected": expected[group.problem_index]}
             rows.append({**asked, "reward": reward, **turn.metrics, "tokens": len(turn.ac.tokens)})
     return rows
 

@@ -14,15 +14,16 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
 
-from rl.errors import UserError
+from rl.errors import UnusedSetting, UserError
 
 _TRUE_WORDS = {"true": "True", "yes": "True", "on": "True", "false": "False", "no": "False", "off": "False"}
 _FORMS = {"FLOAT": " (a number, like 0.5 or 3e-4)", "INT": " (a whole number, like 8)"}
@@ -68,6 +69,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name`, or None where nothing is close."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def as_flags(text: str, names: Iterable[str]) -> str:
+    """`text` with each of the settings `names` of two words and more as the flag it is: learning_rate as --learning-rate."""
+    known = {name for name in names if "_" in name}
+    return re.sub(r"(?<![\w'\"-])[a-z]\w*(?!\w)", lambda m: "--" + m[0].replace("_", "-") if m[0] in known else m[0], text)
 
 
 # ------------------------------------------------------------------------------------------------------ the flat table
@@ -157,20 +164,36 @@ def show(value: Any) -> str:
     return str(value) if str(value) else "''"
 
 
-def _construct(cls: type, base: Any, values: dict[str, Any], prefix: str, problems: list[str]) -> Any:
+def _construct(cls: type, base: Any, values: dict[str, Any], prefix: str, problems: list[str], spare: Collection[str]) -> Any:
     """`base` with `values` in place of its own, or a new `cls`; a ValueError of its checks becomes a problem."""
     try:
         return cls(**values) if base is None else dataclasses.replace(base, **values)
     except ValueError as error:
+        if isinstance(error, UnusedSetting) and error.name in spare:
+            raise
         problems.append(f"{prefix}{error}")
         return None
 
 
-def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: str = "") -> Any:
+def without_unused(cls: type, given: Mapping[str, Given], spare: Collection[str]) -> tuple[dict[str, Given], dict[str, str]]:
+    """(`given` less those of `spare` that would have no effect in `cls`, what there was to say of each of them)."""
+    left = dict(given)
+    unused: dict[str, str] = {}
+    while True:
+        try:
+            build(cls, left, [], spare=spare)
+            return left, unused
+        except UnusedSetting as error:
+            unused[error.name] = str(error)
+            spare = [name for name in spare if name != error.name]  # were it a default's fault, it would be no use to go on
+            left.pop(error.name, None)
+
+
+def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: str = "", spare: Collection[str] = ()) -> Any:
     """An instance of `cls` with the given settings over its defaults.
 
     Every mistake is appended to `problems` (with `prefix` where it has no place of its own); then the result is None.
-    `given` holds names of `fields_of(cls)` only.
+    `given` holds names of `fields_of(cls)` only. Raises UnusedSetting for one of `spare` that has no effect.
     """
     before = len(problems)
     values: dict[str | None, dict[str, Any]] = {}
@@ -193,8 +216,8 @@ def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: st
             _, base = _default_of(item)
             base = None if base is dataclasses.MISSING else base
             section_type = typing.cast(type, hints[item.name])
-            top[item.name] = _construct(section_type, base, values.get(item.name, {}), prefix, problems)
-    return None if len(problems) > before else _construct(cls, None, top, prefix, problems)
+            top[item.name] = _construct(section_type, base, values.get(item.name, {}), prefix, problems, spare)
+    return None if len(problems) > before else _construct(cls, None, top, prefix, problems, spare)
 
 
 # ------------------------------------------------------------------------------------------------------ values as JSON

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,6 +32,18 @@ def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "not
         box = Panel(body, title=f"{count}: {outcome}", title_align="left", border_style="red")
         Console(file=sys.stderr, highlight=False).print(box)
     raise SystemExit(code)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """What is printed inside may have a reader that stops reading (`| head`): the rest goes nowhere, and that is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes when it ends
+    except SystemExit:  # how rich leaves in that case
+        pass
 
 
 def method(name: str, spec: MethodSpec, options: type, settings: Any = None, options_value: Any = None) -> None:

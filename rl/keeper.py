@@ -46,8 +46,12 @@ class Keeper:
             self._prune("best", 1, known_stage)
         return path
 
-    def best(self, policy: TrainingClient, step: int, stage: str, metric: str, value: float, *, mode: str = "max") -> None:
-        """Keeps these weights (for sampling alone) if `metric` is higher (mode "min": lower) than ever before in this stage.
+    def best(
+        self, policy: TrainingClient, step: int, stage: str, metric: str, value: float, *, mode: str = "max", value_head: bool = False
+    ) -> None:
+        """Keeps these weights, without an optimizer, if `metric` is higher (mode "min": lower) than ever before in this stage.
+
+        `value_head`: with the head, where that is what the stage is for; else they are for sampling alone.
 
         The best before stays until the next resumable checkpoint: a run resumed from before this step still has it.
         """
@@ -56,9 +60,9 @@ class Keeper:
         if not math.isfinite(value) or (rows and sign * rows[-1]["value"] >= sign * value):
             return
         name = f"{stage}-best-{step:06d}"
-        path = policy.save_weights_for_sampler(name).result().path
+        path = policy.save_weights_for_sampler(name, value_head=value_head).result().path
         row = {"name": name, "kind": "best", "stage": stage, "batch": step, "metric": metric, "value": value}
-        self.logbook.checkpoint({**row, "state_path": None, "sampler_path": path})
+        self.logbook.checkpoint({**row, "state_path": None, "sampler_path": str(Path(path) / "model") if value_head else path})
 
     def _prune(self, kind: str, keep: int, stage: str | None = None) -> None:
         rows = [r for r in self.logbook.checkpoints() if r.get("kind") == kind and stage in (None, r["stage"])]

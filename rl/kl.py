@@ -58,7 +58,8 @@ def penalised(
     result = []
     for datum, charge_T, mask_T in zip(datums, charges_D, masks_D, strict=True):
         advantages_T = datum.loss_fn_inputs["advantages"].array + coefficient * np.where(mask_T, mean - charge_T, 0.0)
-        result.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "advantages": TensorData(advantages_T, "float32")}))
+        fields = {**datum.loss_fn_inputs, "advantages": TensorData(advantages_T, "float32")}
+        result.append(Datum(datum.model_input, fields, datum.episode_share))
     return result, kl_metrics(datums, gaps_D)
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.comparison import Comparison, ComparisonModel
 from rl.errors import UserError
 from rl.rollout import Rollouts
-from rl.types import ModelInput, Trajectory, TrajectoryGroup
+from rl.types import Message, ModelInput, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from rl.training_client import TrainingClient
@@ -76,11 +76,11 @@ class ComparedInGroup:
         comparisons: list[Comparison] = []
         for g, group in enumerate(groups):
             texts = [str(trajectory.transitions[-1].logs["response"]) for trajectory in group.trajectories_G]
-            prompt = str(group.trajectories_G[0].transitions[-1].logs["prompt"])
+            messages = _asked(group.trajectories_G[0].transitions[-1].logs)
             for i, j in combinations(range(len(texts)), 2):
                 if texts[i] != texts[j]:
                     asked.append((g, i, j))
-                    comparisons.append(Comparison([{"role": "user", "content": prompt}], texts[i], texts[j]))
+                    comparisons.append(Comparison(messages, texts[i], texts[j]))
         # win[g][i]: how many others i is preferred to; equal answers share the point
         wins = [[(len(group.trajectories_G) - 1) / 2] * len(group.trajectories_G) for group in groups]
         for start in range(0, len(comparisons), _AT_ONCE):
@@ -128,6 +128,11 @@ def judged(rollouts: Rollouts, rewards: LearnedRewards | None, *, alone: bool = 
     start = time.perf_counter()
     groups = rewards(rollouts.groups)
     return replace(rollouts, groups=groups, score_seconds=rollouts.score_seconds + time.perf_counter() - start)
+
+
+def _asked(logs: Mapping[str, Any]) -> Sequence[Message]:
+    """The whole conversation that was answered, as a judge is trained on it; of an environment that logs none, its prompt alone."""
+    return logs["messages"] if "messages" in logs else [{"role": "user", "content": str(logs["prompt"])}]
 
 
 def _tokens(trajectory: Trajectory) -> ModelInput:

@@ -5,7 +5,7 @@ actions is said by the datum's `mask` (or `sequence_ratio_mask`): an advantage o
 A mask of other values than 0 and 1 weighs entropy and KL at its tokens (a sequence's mean: 1 over its action tokens).
 
     entropy_coef  c       - c sum H              H: the policy's entropy at each action, at the temperature of the samples
-    kl_coef       c       + c sum KL estimate    needs `ref_logprobs`; `kl_kind` chooses the estimator
+    kl_coef       c       + c sum KL estimate    needs `ref_logprobs`; `kl_kind` chooses the estimator; reads `logprobs`, if there
     value_coef    c       + c sum value loss     needs `returns` and a value head; `value_clip` also `values_old`
 """
 
@@ -37,26 +37,32 @@ def actions(inputs: Inputs) -> Tensor:
     return (inputs["mask"] if "mask" in inputs else inputs["sequence_ratio_mask"]) != 0
 
 
-def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str) -> Tensor:
-    """An estimate of KL(policy || reference) at each token that the policy drew, [T]. Schulman 2020, joschu.net/blog/kl-approx.html.
+def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None = None) -> Tensor:
+    """An estimate of KL(policy || reference) at each token that was drawn, [T]. Schulman 2020, joschu.net/blog/kl-approx.html.
 
     With g = lp - ref: k1 = g, k2 = g^2 / 2, k3 = e^-g - 1 + g. On policy the gradient of the KL is E[g grad lp], which is that
     of k2 as it stands; k1 as it stands has expected gradient 0, and k3 has that of KL(reference || policy)
     (arXiv 2512.21852). So all three are given the gradient g grad lp, and differ in the value they report.
-    `k3_pathwise` is k3 differentiated as it stands, as GRPO does (arXiv 2402.03300, equation 4): for comparisons.
+    `drawn_T`: the logprobs q of what drew the tokens, where that is not the policy as it is (a later epoch, older samples): the
+    three are weighted by r = e^(lp - q), held constant, and r g grad lp is again the KL's gradient in expectation (that of
+    DeepSeek-V3.2's unbiased estimate r k3, arXiv 2512.02556, section 3.1, differentiated with its r). On policy r is 1.
+    `k3_pathwise` is k3 differentiated as it stands and not weighted, as GRPO does (arXiv 2402.03300, equation 4): for comparisons.
     """
     gap_T = logp_T - ref_T
     k2_T = 0.5 * gap_T * gap_T
     match kind:
         case "k2":
-            return k2_T
+            value_T = k2_T
         case "k1":
             value_T = gap_T
         case "k3" | "k3_pathwise":
             value_T = torch.expm1(-gap_T) + gap_T
         case _:
             raise ValueError(f"unknown kl_kind {kind!r}: one of {', '.join(KL_KINDS)}")
-    return value_T if kind == "k3_pathwise" else value_T.detach() + (k2_T - k2_T.detach())
+    if kind == "k3_pathwise":
+        return value_T
+    estimate_T = value_T.detach() + (k2_T - k2_T.detach())
+    return estimate_T if drawn_T is None else (logp_T - drawn_T).detach().exp() * estimate_T
 
 
 def value_loss(values_T: Tensor, returns_T: Tensor, old_T: Tensor | None, clip: float | None) -> Tensor:
@@ -119,7 +125,8 @@ def terms(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config) -> 
         metrics["entropy:sum"] = active_entropy_T.detach().sum()
     if coefficient := config.get("kl_coef", 0.0):
         ref_T = where(active_T, inputs["ref_logprobs"])
-        kl_T = kl_estimate(where(active_T, logp_T), ref_T, config.get("kl_kind", "k3"))
+        drawn_T = where(active_T, inputs["logprobs"]) if "logprobs" in inputs else None
+        kl_T = kl_estimate(where(active_T, logp_T), ref_T, config.get("kl_kind", "k3"), drawn_T)
         total = total + coefficient * (weight_T * kl_T).sum()
         metrics["kl_ref:sum"] = kl_T.detach().sum()
     if coefficient := config.get("value_coef", 0.0):

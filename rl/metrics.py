@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -28,6 +29,12 @@ def _beginning(trajectory: Trajectory) -> str | tuple[int, ...]:
     turn = trajectory.transitions[0]
     text = turn.logs.get("response")
     return text[:50] if isinstance(text, str) else tuple(turn.ac.tokens[:50])
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value; NaN where any is (which `max` finds only in the first place); 0 of none."""
+    values = list(values)
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
 
 
 def mean(values: Iterable[float]) -> float:

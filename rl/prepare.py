@@ -13,7 +13,6 @@ from rl.comparison import ComparisonModel
 from rl.curriculum import Curriculum
 from rl.data import load_problems
 from rl.data.problem_set import ProblemSet, joined
-from rl.data.rollouts import filtered, load_rollouts
 from rl.errors import UserError
 from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.learner import LearnerSettings
@@ -27,6 +26,7 @@ from rl.scoring import BaseScorer, FrozenScorer, TokenScorer, check_vocabulary
 from rl.seeds import derive_seed
 from rl.service import ServiceClient
 from rl.settings import DataSettings, LearnedRewardSettings, ModelSettings, PreferenceDataSettings
+from rl.stored import stored_answers, written_by
 from rl.training_client import TrainingClient
 from rl.types import Problem
 from rl.worker import SamplerSettings, WorkerSettings
@@ -34,13 +34,23 @@ from rl.worker import SamplerSettings, WorkerSettings
 
 @dataclass
 class Prepared:
-    """A stage's data and reward, loaded. `scorer`: None where answers are not scored. `curriculum`: of `problems`, if there is one."""
+    """A stage's data and reward, loaded. `scorer`: None where answers are not scored. `curriculum`: of `problems`, if there is one.
+
+    `rows`: to train on; None as long as the earlier stage that `awaits` numbers has not written them.
+    """
 
     plan: StagePlan
-    problems: ProblemSet
+    rows: ProblemSet | None
     test_problems: ProblemSet | None
     scorer: Scorer | None
     curriculum: Curriculum | None = None
+    awaits: int | None = None
+
+    @property
+    def problems(self) -> ProblemSet:
+        if self.rows is None:
+            raise RuntimeError(f"stage {self.plan.name} has no data before stage number {self.awaits} is done")
+        return self.rows
 
 
 def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
@@ -59,20 +69,27 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
     return found[0]
 
 
-def prepare(plan: StagePlan) -> Prepared:
-    """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is wrong."""
-    data = plan.settings.data
-    problems, test_problems = _problems(data, plan.settings.loop.eval_every > 0)
-    if plan.method == "offline" and plan.settings.offline.loss == "bc":
-        problems = filtered(problems, plan.settings.offline.top_fraction, plan.settings.offline.reward_threshold)
-    curriculum = None if data.curriculum == "off" else Curriculum(problems, data)
+def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
+    """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is wrong.
+
+    earlier: the stages before it, of which one may be to write its data first.
+    """
+    data, held_out = plan.settings.data, plan.settings.loop.eval_every > 0
+    awaits = written_by(plan, earlier)
+    rows: ProblemSet | None = None
+    if isinstance(data, RolloutDataSettings):
+        rows = stored_answers(plan) if awaits is None else None
+        test_problems = held_out_problems(data) if held_out else None
+    else:
+        rows, test_problems = _problems(data, held_out)
+    curriculum = None if data.curriculum == "off" or rows is None else Curriculum(rows, data)
     scorer = None
     reward = reward_of(data)
     if reward is not None:
         scorer = Scorer(reward, timeout=data.reward_timeout, workers=data.reward_workers)
     elif METHODS[plan.method].needs_reward and not plan.settings.learned.named:
         raise UserError(f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, module:function, ...)")
-    return Prepared(plan, problems, test_problems, scorer, curriculum)
+    return Prepared(plan, rows, test_problems, scorer, curriculum, awaits)
 
 
 def reward_of(data: DataSettings) -> str | Reward | None:
@@ -98,25 +115,9 @@ def _columns(data: DataSettings) -> dict[str, Any]:
 
 def _problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     """Training and held-out problems of all data sets."""
-    if isinstance(data, RolloutDataSettings):
-        return _stored(data), held_out_problems(data) if held_out else None
     parts = [_of_one(source, held_out and (i == 0 or data.eval_dataset is None)) for i, source in enumerate(_sources(data))]
     tests = [test for _, test in parts if test is not None]
     return joined([train for train, _ in parts]), joined(tests) if tests else None
-
-
-def _stored(data: RolloutDataSettings) -> ProblemSet:
-    if not data.dataset:
-        raise UserError("offline needs stored answers: --dataset with a run's folder, or a file of answers and rewards")
-    columns = {"response_column": data.response_column, "reward_column": data.reward_column}
-    return load_rollouts(
-        data.dataset,
-        **columns,
-        prompt_column=None if data.prompt_column == "auto" else data.prompt_column,
-        system_prompt=data.system_prompt,
-        limit=data.train_limit,
-        on_bad_row=data.on_bad_row,
-    )
 
 
 def _sources(data: DataSettings) -> list[DataSettings]:

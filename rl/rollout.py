@@ -160,7 +160,7 @@ def _advance(live: Sequence[_Episode], actions: Sequence[SampledSequence]) -> No
         reward, metrics, error = _settle(result)
         episode.error = error
         episode.transitions.append(
-            Transition(episode.observation, action, reward, result.episode_done, metrics, result.logs)
+            Transition(episode.observation, action, reward, result.episode_done, metrics, result.logs, result.truncated)
         )
         episode.observation, episode.stop = result.next_observation, result.next_stop_condition
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from rl.prepare import (
 )
 from rl.service import ServiceClient
 from rl.stage import HeldOut, Stage
+from rl.stored import stored_answers
 from rl.training_client import TrainingClient
 
 # Settings that a resumed run may change: where and how it reports, nothing that enters a result.
@@ -54,10 +55,11 @@ class Position:
     loop_state: Mapping[str, Any] | None = None
 
 
-def execute(run: Run) -> None:
+def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
     """Carries out a run on rank 0; other ranks serve inside ServiceClient. Raises Stopped when asked to stop.
 
-    Everything that can be wrong with settings, data, reward, model and folder is found before the folder is touched.
+    Everything that can be wrong with settings, data, reward, model and folder is found before the folder is touched, which
+    is when `begins` is called.
     """
     options = run.options
     folder = Path(options.output_dir or Path("runs") / run.name)
@@ -72,7 +74,7 @@ def execute(run: Run) -> None:
         options = run.options
         check_claim(folder, resume=options.resume, overwrite=options.overwrite)
         position = _position(run, folder, console) if options.resume else Position()
-        stages = [prepare(plan) for plan in run.stages]
+        stages = [prepare(plan, run.stages[:i]) for i, plan in enumerate(run.stages)]
         for prepared in stages:
             if prepared.scorer is not None:
                 stack.callback(prepared.scorer.close)
@@ -81,6 +83,7 @@ def execute(run: Run) -> None:
         at = _Whereabouts(run, folder, stages, position)
         policy = at.policy(service)
         others = at.others(service, policy)
+        begins()
         claim(folder, resolved(run), resume=options.resume, overwrite=options.overwrite)
         _introduce(run, folder, policy, console)
         logbook = stack.enter_context(_logbook(run, folder, position, console))
@@ -154,10 +157,9 @@ class _Whereabouts:
     def resumes_here(self) -> bool:
         return self.position.state_path is not None and self.index == self.position.stage
 
-    @property
-    def first_step(self) -> int:
-        """Steps of the run before this stage; one is left between stages for the evaluation before the first step."""
-        return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[: self.index])
+    def first_step(self, index: int) -> int:
+        """Steps of the run before a stage; one is left between stages for the evaluation before the first step."""
+        return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
 
     def final_path(self, index: int) -> str:
         return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
@@ -171,6 +173,9 @@ class _Whereabouts:
         """The learner of this stage, checked against its data."""
         index = min(self.index, len(self.stages) - 1)
         prepared = self.stages[index]
+        if prepared.awaits is not None and prepared.rows is None:
+            first, steps = self.first_step(prepared.awaits), self.stages[prepared.awaits].plan.settings.loop.steps
+            prepared.rows = stored_answers(prepared.plan, self.folder, range(first + 1, first + steps + 1))
         previous = self.previous(index)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         value_head = METHODS[prepared.plan.method].value_head(prepared.plan.settings)
@@ -220,7 +225,7 @@ class _Whereabouts:
             renderer=make_renderer(policy, plan.settings.data.renderer),
             scorer=prepared.scorer,
             seed=self.run.options.seed,
-            first_step=self.first_step,
+            first_step=self.first_step(self.index),
             done=self.position.next_batch if loop_state is not None else 0,
             logbook=logbook,
             console=console,

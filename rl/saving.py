@@ -134,19 +134,33 @@ def _write_learner(model: Any, tokenizer: Any | None, optimizer: Mapping[str, Te
 
     folder.mkdir(exist_ok=True)
     _write_model(model, tokenizer, folder / "model")
-    if (value_head := value_head_of(model)) is not None:  # aside: model/ is what everybody's loaders read
-        save_file({name: t.detach().cpu() for name, t in value_head.state_dict().items()}, str(folder / VALUE_FILE))
+    _write_value_head(model, folder)
     save_file(dict(optimizer), str(folder / "optimizer.safetensors"))
     (folder / "state.json").write_text(text)
 
 
-def save_for_sampler(learner: Learner, spec: ModelSpec, path: Path, merged: bool, ttl_seconds: float | None) -> None:
-    """Weights alone: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`. All ranks call it."""
+def _write_value_head(model: Any, folder: Path) -> None:
+    """Beside model/, which is what everybody's loaders read (some of them all of its tensors)."""
+    from safetensors.torch import save_file
+
+    if (value_head := value_head_of(model)) is not None:
+        save_file({name: t.detach().cpu() for name, t in value_head.state_dict().items()}, str(folder / VALUE_FILE))
+
+
+def save_for_sampler(
+    learner: Learner, spec: ModelSpec, path: Path, merged: bool, ttl_seconds: float | None, value_head: bool = False
+) -> None:
+    """Weights alone: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`. All ranks call it.
+
+    `value_head`: a checkpoint's folder without the optimizer, that folder as model/ and the head beside it.
+    """
     with learner.whole_model(adapter_only=learner.is_lora and not merged) as model:
         if model is None:
             return
         with checkpoint.writing(path, expected_bytes=_model_bytes(model, merged), ttl_seconds=ttl_seconds) as folder:
-            _write_model(model, learner.loaded.tokenizer, folder, merged=merged)
+            _write_model(model, learner.loaded.tokenizer, folder / "model" if value_head else folder, merged=merged)
+            if value_head:
+                _write_value_head(model, folder)
             (folder / "state.json").write_text(json.dumps(_state(learner, spec, {}), indent=1))
 
 

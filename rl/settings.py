@@ -6,16 +6,40 @@ Every leaf name is unique over the sections of a method, because on the line and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from rl.errors import UnusedSetting
 from rl.schedules import SCHEDULES
 
 
 def _at_least(name: str, value: float, low: float) -> None:
     if not value >= low:
         raise ValueError(f"{name} is at least {low}, got {value}")
+
+
+def only_with(settings: Any, names: Sequence[str], used: bool, why: str, instead: str) -> None:
+    """Raises UnusedSetting where one of `names` differs from its default although it is not `used`: what is given has an effect.
+
+    `why` it has none, and what to do `instead` of leaving it out, as the error says them.
+    """
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if not used and item.name in names and value != item.default:
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise UnusedSetting(item.name, f"{item.name} {shown} has no effect: {why}; {instead}, or leave {item.name} out")
+
+
+def without_samples(settings: Any, why: str) -> None:
+    """Raises UnusedSetting for what looks at the rewards of training samples, in the settings of a method without (`why`)."""
+    only_with(settings.sampling, ("dynamic_sampling",), False, why, "set it for a method that samples, such as grpo")
+    if settings.data.curriculum == "success":
+        raise UnusedSetting(
+            "curriculum",
+            f"curriculum success goes by how often training answers succeed, and {why}: set curriculum to steps, with curriculum_steps",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +179,7 @@ class DataSettings:
         if not 0 <= self.curriculum_down < self.curriculum_up:
             raise ValueError(f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}")
         _at_least("curriculum_window", self.curriculum_window, 1)
+        only_with(self, ("curriculum_steps",), self.curriculum == "steps", f"curriculum is {self.curriculum}", "set curriculum to steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +244,7 @@ class ShapingSettings:
     overlong_penalty: float = 1.0
     """What an answer of max_tokens loses."""
     normalise_rewards: bool = False
-    """Subtract the mean and divide by the standard deviation of all rewards so far (running statistics, saved with the run)."""
+    """Divide by the standard deviation of all rewards so far (running statistics, saved with the run). Their mean is subtracted first where an answer is credited with one total (grpo and reinforce with step_rewards sum); rewards of single steps are not centred (ppo, rlhf, step_rewards to_go), so that a longer episode earns no more."""
     reward_scale: float = 1.0
     """Multiply by this."""
     reward_clip: float | None = None
@@ -229,6 +254,7 @@ class ShapingSettings:
         if not 0 <= self.overlong_share < 1:
             raise ValueError(f"overlong_share is a share of max_tokens from 0 (off) to below 1, such as 0.2, got {self.overlong_share}")
         _at_least("overlong_penalty", self.overlong_penalty, 0)
+        only_with(self, ("overlong_penalty",), self.overlong_share > 0, "overlong_share is 0, which is off", "give overlong_share, such as 0.2")
         for name in ("reward_scale", "reward_clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -246,7 +272,7 @@ class KlSettings:
     kl_in: Literal["reward", "loss"] = "reward"
     """Where the price is paid. reward: the gradient of the KL of whole answers. loss: each token's own."""
     kl_kind: Literal["k1", "k2", "k3", "k3_pathwise"] = "k3"
-    """kl_in loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient; k3_pathwise is k3 differentiated as it stands (GRPO's paper), whose gradient is another KL's."""
+    """kl_in loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient, each token weighted by its probability now over that when it was drawn (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy); k3_pathwise is k3 differentiated as it stands and not weighted (GRPO's paper), whose gradient is another KL's."""
     kl_target: float | None = None
     """Adapt kl_coef so that the KL a token stays about here (arXiv 1909.08593); it may start from 0."""
     kl_rate: float = 0.1
@@ -259,6 +285,8 @@ class KlSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is positive, got {value}")
+        only_with(self, ("kl_kind",), self.kl_in == "loss", "kl_in is reward", "set kl_in to loss")
+        only_with(self, ("kl_rate",), self.kl_target is not None, "without a kl_target kl_coef stays as it is", "give kl_target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +364,7 @@ class LoopSettings:
     keep_last: int = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: str | None = "test/env/all/correct"
-    """Metric whose best weights are kept (sampler weights, under best-<step>)."""
+    """Metric whose best weights are kept (sampler weights, under best-<step>; a reward model's with its value head)."""
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the best is the highest or the lowest."""
     rollouts_every: int = 20

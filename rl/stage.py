@@ -136,7 +136,7 @@ class Stage:
         return [ProblemGroupBuilder(problem, group_size, self.renderer, self.scorer) for problem in problems]
 
     def progress(self, batch: int) -> Progress:
-        return Progress(batch, self.loop.steps)
+        return Progress(batch, self.loop.steps, self.seed)
 
     def check(self, rollouts: Rollouts, sampler: SamplingClient) -> None:
         """Names rewards that failed (each kind once); ends the run where none worked, or samples are of other weights."""
@@ -156,15 +156,17 @@ class Stage:
 
         Without it, the same rollouts. Groups without signal and those beyond batch_size are left out of training, not of metrics;
         of a batch without any mixed group the first batch_size are kept. Each round takes its problems in an order of its own.
+        A round in which every reward failed is the last: more samples would only fail again (`check` says how, if nothing is left).
         """
         bound, wanted = self.settings.sampling.dynamic_sampling, self.loop.batch_size
-        rounds = 0
-        while rounds < bound and sum(map(is_mixed, rollouts.groups)) < wanted:
+        rounds, more = 0, rollouts
+        while rounds < bound and more.groups and sum(map(is_mixed, rollouts.groups)) < wanted:
             rounds += 1
             problems = self.problems.batch(batch, wanted, derive_seed(self.seed, "extra", rounds))
             seed = derive_seed(self.seed, "sample", batch, rounds)
             more = rollout(self.groups(problems, self.method.group_size), sampler, self.sampling_params, seed=seed)
-            rollouts = rollouts.with_more(judged(more, self.models.rewards))
+            more = judged(more, self.models.rewards)
+            rollouts = rollouts.with_more(more)
         if not bound:
             return rollouts
         rollouts.counters["extra_rounds"] = rounds
@@ -341,7 +343,8 @@ class Stage:
             self._said.add(best)
             self.console.warn(f"keep_best asks for {best}, which this run does not measure: no best weights are kept")
         if best is not None and best in row:
-            self.keeper.best(self.models.policy, self.first_step + done, self.name, best, row[best], mode=self.loop.keep_best_mode)
+            head, mode = isinstance(self.method, EvaluatesRows) and self.method.keeps_value_head, self.loop.keep_best_mode
+            self.keeper.best(self.models.policy, self.first_step + done, self.name, best, row[best], mode=mode, value_head=head)
 
     def save(self, done: int, *, last: bool = False) -> Path:
         """A resumable checkpoint: the learner's state, and where this loop stands."""

@@ -49,6 +49,11 @@ class TrainingClient(IsItsOwnFuture):
         """What is known of the model: base_model, arch, vocab_size, max_context, parameters, device, dtype, ..."""
         return self._created.result()
 
+    @property
+    def version(self) -> int:
+        """An extension: how many updates its weights have seen, once what was submitted before is done; samples carry it."""
+        return self._driver.submit("version", self.model_id).result()
+
     # --------------------------------------------------------------------------------------------------------- learning
 
     def forward_backward(
@@ -254,14 +259,17 @@ class TrainingClient(IsItsOwnFuture):
         return saved
 
     def save_weights_for_sampler(
-        self, name: str, ttl_seconds: float | None = None, *, merged: bool = False
+        self, name: str, ttl_seconds: float | None = None, *, merged: bool = False, value_head: bool = False
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Weights alone into `<output_dir>/sampler_weights/<name>`: a Hugging Face folder, or a PEFT adapter for LoRA.
 
         `merged` (an extension): the adapter merged into the base in fp32, for engines that take no adapters.
+        `value_head` (an extension): with the value head, which else is left out: that folder is then model/ in the one of this name.
         """
+        if value_head:
+            self._need_value_head("save_weights_for_sampler with value_head")
         path = self._path("sampler_weights", name)
-        future = self._driver.submit("save_for_sampler", self.model_id, path, merged, ttl_seconds)
+        future = self._driver.submit("save_for_sampler", self.model_id, path, merged, ttl_seconds, value_head)
         return APIFuture(future, types.SaveWeightsForSamplerResponse)
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:

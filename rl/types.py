@@ -176,13 +176,16 @@ class Datum:
 
     `loss_fn_inputs` takes lists, numpy arrays, torch tensors or TensorData; each has the length of `model_input`
     (`target_tokens` and `weights` may be (N, K) for soft targets). Lengths are checked where the loss is known.
+    `episode_share` (extension): the share of its episode's action tokens that it holds, 1 unless the episode makes several datums.
     """
 
     model_input: ModelInput
     loss_fn_inputs: dict[str, TensorData]
+    episode_share: float
 
-    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any]):
+    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any], episode_share: float = 1.0):
         self.model_input = model_input
+        self.episode_share = episode_share
         self.loss_fn_inputs = {name: _tensor_data(name, value) for name, value in loss_fn_inputs.items()}
 
 
@@ -359,7 +362,11 @@ class Problem:
 
 @dataclass(slots=True)
 class StepResult:
-    """What an environment answers to an action. `stop`: when the next action ends (None: the environment's own)."""
+    """What an environment answers to an action.
+
+    `next_stop_condition`: when the next action ends (None: as the sampling parameters say). `truncated` (extension), with
+    `episode_done`: a limit ended the episode, such as a number of turns, and not its own end: more reward could have come.
+    """
 
     reward: Any  # float, or a pending score with .result() -> Score; the rollout waits for it
     episode_done: bool
@@ -367,11 +374,12 @@ class StepResult:
     next_stop_condition: Sequence[str] | Sequence[int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     logs: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
 
 
 @dataclass(slots=True)
 class Transition:
-    """One turn: the observation, the sampled action, and what came of it."""
+    """One turn: the observation, the sampled action, and what came of it. `truncated`: as in StepResult."""
 
     ob: ModelInput
     ac: SampledSequence
@@ -379,6 +387,7 @@ class Transition:
     episode_done: bool
     metrics: dict[str, float] = field(default_factory=dict)
     logs: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
 
 
 @dataclass(slots=True)

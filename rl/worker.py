@@ -171,6 +171,9 @@ class Worker:
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
         return self.learners[model_id].step(params)
 
+    def version(self, model_id: int) -> int:
+        return self.learners[model_id].version
+
     def drop_gradients(self, model_id: int) -> None:
         self.learners[model_id].drop_gradients()
 
@@ -261,8 +264,8 @@ class Worker:
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
 
-    def save_for_sampler(self, model_id: int, path: str, merged: bool, ttl_seconds: float | None) -> str:
-        saving.save_for_sampler(self.learners[model_id], self.specs[model_id], Path(path), merged, ttl_seconds)
+    def save_for_sampler(self, model_id: int, path: str, merged: bool, ttl_seconds: float | None, value_head: bool = False) -> str:
+        saving.save_for_sampler(self.learners[model_id], self.specs[model_id], Path(path), merged, ttl_seconds, value_head)
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
 

@@ -6,9 +6,11 @@ tyro.cli, reading a whole line at once, is the independent judge of what a value
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,7 @@ import pytest
 import tyro
 
 from rl import cli
-from rl.fields import SettingsError, fields_of
+from rl.fields import SettingsError, as_flags, fields_of
 from rl.help_pages import fail
 
 
@@ -238,8 +240,8 @@ MISTAKES = [
     (["grpo", "--no-shuffle", "x"], "--no-shuffle: takes no value, got x"),
     (["grpo", "--shuffle", "recipes/addition.yaml"], "--shuffle: recipes/addition.yaml is not one of True, False"),
     (["grpo", "-s", "1"], "-s: flags begin with two dashes, like --s"),
-    (["grpo", "--learning-rate", "-1"], "learning_rate is positive, got -1.0"),
-    (["grpo", "--group-size", "1"], "group_size is at least 2, got 1"),
+    (["grpo", "--learning-rate", "-1"], "--learning-rate is positive, got -1.0"),
+    (["grpo", "--group-size", "1"], "--group-size is at least 2, got 1"),
     (["distill"], "teacher is required: give it as --teacher STR"),
     (["grop"], "unknown method 'grop'; did you mean grpo?"),
     (["adition"], "unknown method 'adition'; did you mean recipes/addition.yaml?"),
@@ -277,6 +279,15 @@ def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) 
     assert len(found) == 1 and found[0].startswith("recipes/r.yaml") and expected in found[0], found
 
 
+def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_typed() -> None:
+    path = recipe("method: grpo\ngroup_size: 1\n")
+    assert problems(path) == ["group_size is at least 2, got 1"]
+    assert problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
+    assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]  # group_size is looked at after it
+    named = as_flags("batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)", ["batch_size", "size"])
+    assert named == "--batch-size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)"
+
+
 def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("learning_rate: fast\ngroupsize: 3\nstages:\n- method: sft\n  noise: loud\n- method: grpo\n")
     with pytest.raises(SystemExit) as caught:
@@ -287,6 +298,28 @@ def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture
     for expected in ("line 1, learning_rate", "groupsize", "line 5, noise", "did you mean --seed?", "--betas"):
         assert expected in err
     assert err.count("learning_rate: fast") == 1  # wrong in both stages, told once
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_box_says_whether_anything_began(begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`execute` fails before or after it says that it begins; names of settings are flags where no recipe was named."""
+    from rl import entry
+    from rl import run as run_module
+    from rl.errors import UserError
+    from rl.methods import METHODS as real
+    from rl.settings import RunSettings as RealSettings
+
+    def execute(run: object, begins: Callable[[], None]) -> None:
+        if begun:
+            begins()
+        raise UserError("max_tokens 900 is too long")
+
+    monkeypatch.setattr(run_module, "execute", execute)
+    with pytest.raises(SystemExit) as caught:
+        entry.main(cli.read(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and f"1 problem: {'the run stopped' if begun else 'nothing was started'}" in err
+    assert "--max-tokens 900 is too long" in err
 
 
 def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +365,17 @@ def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -
     assert "Samples of each problem. (default: 4)" in shown(capsys, "recipes/addition.yaml", "--help")
     page = shown(capsys, recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"), "--help")
     assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
+
+
+@pytest.mark.parametrize("words", [[], ["grpo"]])
+def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
+    """As in `train.py --help | head -3`: here nobody reads at all."""
+    train = Path(__file__).parent.parent / "train.py"
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, str(train), *words, "--help"], stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_imports_nothing_heavy() -> None:

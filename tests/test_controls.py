@@ -33,9 +33,13 @@ def group(*rewards_G: list[float], tokens: int = 1, final: float = 0.0) -> Traje
     return TrajectoryGroup(members, [final] * len(members), [{}] * len(members))
 
 
-def settings(*words: str):
-    (stage,) = read(["grpo", *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
+def settings(*words: str, method: str = "grpo"):
+    (stage,) = stages_of(method, *words)
     return stage.settings
+
+
+def stages_of(*words: str):
+    return read(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
 
 
 # -------------------------------------------------------------------------------------------------------------- shaping
@@ -185,7 +189,8 @@ def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
             self.rows.append(row)
 
     class Policy:
-        def save_weights_for_sampler(self, name):
+        def save_weights_for_sampler(self, name, *, value_head):
+            assert not value_head
             return self
 
         def result(self):
@@ -214,18 +219,86 @@ def test_defaults_are_those_of_the_guide():
     pg = grpo.policy_gradient
     assert (pg.group_size, grpo.sampling.temperature, pg.clip_low, pg.clip_high, pg.entropy_coef) == (8, 0.8, 0.8, 1.2, 0.0)
     assert (grpo.learning_rate, lora.learning_rate, grpo.optim.grad_clip_norm) == (1e-6, 4e-5, 1.0)
-    (stage,) = read(["reinforce"], METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
-    pg = stage.settings.policy_gradient
-    assert (stage.settings.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (1e-5, 0.01, "running_mean", "importance_sampling")
+    reinforce = settings(method="reinforce")
+    pg = reinforce.policy_gradient
+    assert (reinforce.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (1e-5, 0.01, "running_mean", "importance_sampling")
+    ppo = settings(method="ppo")
+    how = ppo.ppo
+    assert (how.epochs, how.clip, how.value_coef, how.entropy_coef, how.target_kl) == (4, 0.2, 0.1, 0.01, 0.01)
+    assert (ppo.kl.kl_coef, ppo.learning_rate) == (0.1, 1e-6)
+    dpo = settings(method="dpo")
+    assert (dpo.preference.beta, dpo.preference.reference_free, dpo.learning_rate) == (0.1, False, 5e-7)
+    assert METHODS["dpo"].keeps_beginning(dpo)  # the reference
+    distill = settings(method="distill")
+    how = distill.distillation
+    assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (2.0, 0.5, 4, 2e-5)
+    assert {name: METHODS[name].settings().optim.grad_clip_norm for name in METHODS} == dict.fromkeys(METHODS, 1.0)
 
 
 def test_settings_that_mean_nothing_are_refused():
     for words, message in (
-        (["--reward-clip", "-1"], "reward_clip is positive"),
-        (["--overlong-share", "1.5"], "overlong_share"),
-        (["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"], "dynamic_sampling"),
-        (["--truncated-is", "0"], "truncated_is"),
+        (["--reward-clip", "-1"], "--reward-clip is positive"),
+        (["--overlong-share", "1.5"], "--overlong-share"),
+        (["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"], "--dynamic-sampling looks"),
+        (["--truncated-is", "0"], "--truncated-is"),
         (["--variant", "dapoo"], "dapo"),
     ):
         with pytest.raises(SettingsError, match=message):
             settings(*words)
+
+
+WITHOUT_EFFECT = [
+    ("reinforce --clip-low 0.5", "loss importance_sampling does not clip", "--loss ppo"),
+    ("reinforce --clip-high 3", "loss importance_sampling does not clip", "--loss cispo"),
+    ("grpo --kl-kind k1", "--kl-in is reward", "--kl-in loss"),
+    ("grpo --kl-in loss --kl-discount 0.5", "--kl-in is loss", "--kl-in reward"),
+    ("ppo --kl-rate 0.3", "give --kl-target", "--kl-target 0.01"),
+    ("grpo --reward-discount 0.9", "--step-rewards is sum", "--step-rewards to_go"),
+    ("grpo --overlong-penalty 2", "give --overlong-share", "--overlong-share 0.1"),
+    ("grpo --curriculum-steps 1 2", "curriculum is off", "--curriculum steps"),
+    ("grpo --curriculum success --curriculum-steps 1 2", "curriculum is success", "--curriculum steps"),
+    ("ppo --critic-learning-rate 1e-4", "give --critic-model", "--critic-model policy"),
+    ("ppo --critic-model policy --value-coef 0.5", "leave --critic-model out", "--critic-model None"),
+    ("ppo --dynamic-sampling 3", "ppo compares none", None),
+    ("distill --dynamic-sampling 3", "distill learns from every answer", None),
+    ("distill --alpha 0.3", "--learn-from is student", "--learn-from data"),
+    ("distill --distill-temperature 3", "--learn-from is student", "--learn-from teacher"),
+    ("distill --teacher-top-k 3", "--learn-from is student", "--learn-from teacher"),
+    ("distill --learn-from data --kl-discount 1", "--learn-from is data", "--learn-from student"),
+    ("distill --learn-from data --group-size 8", "--learn-from is data", "--learn-from teacher"),
+    ("distill --curriculum success", "without a reward nothing scores them", "--reward exact_match"),
+    ("distill --curriculum success --reward exact_match --learn-from teacher", "the student answers nothing", "--learn-from student"),
+    ("dpo --loss ipo --label-smoothing 0.1", "the loss is ipo", "--loss dpo"),
+    ("reward_model --form comparison --centre-coef 0.1", "the form is comparison", "--form scalar"),
+    *[(f"{name} --dynamic-sampling 3", "such as grpo", None) for name in ("sft", "dpo", "reward_model", "offline")],
+    *[(f"{name} --curriculum success", "--curriculum-steps", "--curriculum off") for name in ("sft", "dpo", "reward_model")],
+    *[(f"offline --loss ilql {words}", "the loss is ilql", "--loss dro") for words in ("--beta 0.2", "--baseline learned")],
+    *[(f"offline --{name} 0.35", "the loss is dro", "--loss ilql") for name in ("gamma", "tau", "expectile", "cql-coef")],
+    ("offline --value-coef 0.1", "no value is learnt", "--baseline learned"),
+]
+
+
+@pytest.mark.parametrize(("words", "says", "remedy"), WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, remedy):
+    with pytest.raises(SettingsError, match="has no effect|curriculum success goes by") as caught:
+        stages_of(*words.split())
+    (problem,) = caught.value.problems
+    assert says in problem
+    if remedy is not None:
+        stages_of(*words.split(), *remedy.split())
+
+
+def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
+    """A flag on the default recipe (sft, grpo), which only its second stage can use; refused where none can, or in its own stage."""
+    sft, grpo = (stage.settings for stage in stages_of("--curriculum", "success", "--dynamic-sampling", "3", "--train-limit", "50"))
+    assert (sft.data.curriculum, sft.sampling.dynamic_sampling, sft.data.train_limit) == ("off", 0, 50)
+    assert (grpo.data.curriculum, grpo.sampling.dynamic_sampling, grpo.data.train_limit) == ("success", 3, 50)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("stages:\n- {method: sft}\n- {method: dpo}\ndynamic_sampling: 3\n")
+    with pytest.raises(SettingsError, match="^stage dpo: dynamic_sampling 3 has no effect"):
+        stages_of(str(recipe))
+    recipe.write_text("stages:\n- {method: sft, dynamic_sampling: 3}\n- {method: grpo, dynamic_sampling: 3}\n")
+    with pytest.raises(SettingsError, match="^stage sft: dynamic_sampling 3 has no effect"):
+        stages_of(str(recipe))
+    with pytest.raises(SettingsError, match="--reward-clip is positive"):  # other mistakes are not passed over
+        stages_of("--reward-clip", "-1", "--dynamic-sampling", "3")

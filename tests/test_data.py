@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from rl.data import ProblemSet, load_problems
+from rl.data.rollouts import load_rollouts
 from rl.rewards import resolve_reward
 from rl.types import Problem
 
@@ -264,6 +265,28 @@ def test_limit_and_settings_are_checked(tmp_path):
         load_problems(path, answer_column="gold")
     with pytest.raises(ValueError, match="holds no row"):
         load_problems(write(tmp_path / "empty.jsonl", []))
+
+
+def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
+    rows = [{"prompt": str(i), "solution": "x", "answer": "1"} for i in range(7)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    cases = [
+        ({"prompt_column": "promt"}, "no column 'promt' (prompt_column) in any of 7 rows", "did you mean 'prompt'?"),
+        ({"answer_column": "answr"}, "no column 'answr' (answer_column)", "did you mean 'answer'?"),
+        ({"response_column": "gold"}, "no column 'gold' (response_column)", "which have 'prompt', 'solution', 'answer'"),
+        ({"format": "alpaca"}, "no column 'instruction' in any of 7 rows", "which have"),
+    ]
+    for settings, *says in cases:
+        for on_bad_row in ("error", "skip"):
+            with pytest.raises(ValueError) as error:
+                load_problems(path, on_bad_row=on_bad_row, **settings)
+            assert all(text in str(error.value) for text in says) and "bad rows" not in str(error.value), error.value
+    one = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])  # a row that has it, and seven that lack it
+    with pytest.raises(ValueError, match="1 bad rows beside 7 good"):
+        load_problems(one, response_column="solution")
+    stored = write(tmp_path / "stored.jsonl", [{"prompt": "x", "response": "y", "reward": 1}] * 3)
+    with pytest.raises(ValueError, match=r"no column 'rewrd' \(reward_column\) in any of 3 rows.*did you mean 'reward'"):
+        load_rollouts(stored, reward_column="rewrd")
 
 
 def test_noise_may_begin_with_a_later_epoch():

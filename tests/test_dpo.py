@@ -232,11 +232,16 @@ def test_swapped_labels_score_below_a_tenth(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "--precompute-reference", "--lora-rank 4", "--lora-rank 4 --precompute-reference"])
+@pytest.mark.parametrize(
+    "how",
+    ["", "--precompute-reference --curriculum steps --curriculum-steps 1 3", "--lora-rank 4", "--lora-rank 4 --precompute-reference"],
+)
 def test_two_steps_and_two_resumed_are_four_to_the_bit(how, tmp_path):
     """The reference of a resumed run is the policy as it was at the beginning, not as it is in the checkpoint."""
     rows = two_and_two(f"dpo --batch-size 8 --learning-rate 1e-2 --eval-every 2 --eval-limit 16 {how}", tmp_path)
     assert rows[-1]["rewards/margins"] != 0 and rows[-1]["test/loss"] != rows[0]["test/loss"]
+    if "curriculum" in how:
+        assert [row["curriculum/level"] for row in rows if "curriculum/level" in row] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("lora", [0, 4])

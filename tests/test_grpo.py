@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +28,12 @@ from rl.errors import UserError
 from rl.losses import get_loss
 from rl.methods import METHODS
 from rl.methods.base import divisor, truncated_importance_sampling, weighted_by_sequence
-from rl.methods.grpo import VARIANTS, GrpoSettings, PolicyGradient, PolicyGradientSettings
+from rl.methods.grpo import VARIANTS, GrpoSettings, PolicyGradient, PolicyGradientSettings, variant_settings
 from rl.metrics import group_metrics
 from rl.rollout import Rollouts
 from rl.run import execute
 from rl.settings import KlSettings, RunSettings, SamplingSettings
-from rl.stage import Stage
+from rl.stage import EveryRewardFailed, Stage
 from rl.types import ModelInput, SampledSequence, TensorData, Trajectory, TrajectoryGroup, Transition
 
 REPO = Path(__file__).resolve().parent.parent
@@ -219,6 +220,41 @@ def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
     PolicyGradient(run.stages[0].settings)
 
 
+# From each paper, but for GRPO's bounds, which it leaves open: PPO's. Loss ppo is the clipped ratio of each token.
+PUBLISHED = {
+    "grpo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.2, "normalise": "sequence_means"},  # 2402.03300, (3)
+    "dr_grpo": {"advantage": "mean", "loss": "ppo", "normalise": "constant"},  # 2503.20783: no std, no length
+    "dapo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.28, "normalise": "tokens",  # 2503.14476, 4.1
+             "overlong_share": 0.2, "overlong_penalty": 1.0, "kl_coef": None, "kl_target": None},  # 4096 of 20480 tokens, no KL
+    "gspo": {"advantage": "mean_std", "loss": "gspo", "clip_low": 0.9997, "clip_high": 1.0004, "normalise": "sequence_means"},  # 2507.18071
+    "cispo": {"advantage": "mean_std", "loss": "cispo", "clip_low": 0.0, "clip_high": 5.0, "normalise": "tokens"},  # 2510.13786, no lower
+    "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},  # 2402.14740, a sum over tokens
+    "reinforce_plus_plus": {"advantage": "batch", "loss": "ppo", "group_size": 1},  # 2501.03262
+    "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "loss": "ppo", "group_size": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_what_its_paper_says(variant):
+    flat = resolved(read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))["stages"][0]["settings"]
+    assert {key: flat[key] for key in PUBLISHED[variant]} == PUBLISHED[variant]
+    assert (flat["dynamic_sampling"] > 0) == (variant == "dapo")
+
+
+def test_a_variant_in_python_is_all_of_its_settings_or_an_error():
+    with pytest.raises(ValueError, match=r"clip_high, .*variant_settings\('dapo'"):
+        PolicyGradientSettings(variant="dapo", advantage="mean_std")
+    made = variant_settings("dapo", max_tokens=9, clip_high=1.5)
+    assert made == stage_settings("grpo", "--variant", "dapo", "--max-tokens", "9", "--clip-high", "1.5")
+    assert made.shaping.overlong_share == 0.2 and made.policy_gradient.clip_high == 1.5
+    assert replace(made.policy_gradient, clip_low=0.5).variant == "dapo"
+    for make in (variant_settings, lambda name: PolicyGradientSettings(variant=name)):
+        with pytest.raises(ValueError, match="no variant 'dappo'.*dapo"):
+            make("dappo")
+    with pytest.raises(ValueError, match="max_token'.*max_tokens"):
+        variant_settings("dapo", max_token=9)
+
+
 def test_reinforce_has_no_variants():
     with pytest.raises(UserError, match="grpo --variant rloo"):
         stage_settings("reinforce", "--variant", "rloo")
@@ -233,6 +269,36 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
 # ------------------------------------------------------------------------------------------------------ dynamic sampling
 
 
+def filling(bound: int, wanted: int) -> Stage:
+    """A stage that can do no more than `fill` and `check`."""
+    stage = Stage.__new__(Stage)
+    stage.settings = GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound))
+    stage.loop, stage.seed, stage.sampling_params = SimpleNamespace(batch_size=wanted), 5, None
+    stage.problems = SimpleNamespace(batch=lambda step, size, seed: (step, size, seed))
+    stage.models = SimpleNamespace(rewards=None)
+    stage.method, stage.groups = SimpleNamespace(group_size=2), lambda problems, size: problems
+    return stage
+
+
+def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
+    rounds: list[Rollouts] = []
+
+    def broken(*_, **__):
+        rounds.append(Rollouts([], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5))
+        return rounds[-1]
+
+    monkeypatch.setattr(stage_module, "rollout", broken)
+    stage = filling(bound=10, wanted=3)
+    stage.console, stage._said = SimpleNamespace(warn=lambda text: None), set()
+    filled = stage.fill(broken(), 4, None)
+    assert len(rounds) == 1  # the batch's own: none was added
+    with pytest.raises(EveryRewardFailed, match="raised KeyError"):
+        stage.check(filled, SimpleNamespace(version=0))
+    worked = Rollouts([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
+    filled = stage.fill(worked, 4, None)  # a reward that stops working on the way
+    assert len(rounds) == 2 and len(filled.groups) == 1 and filled.counters["extra_rounds"] == 1
+
+
 def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(monkeypatch):
     mixed = lambda index: group([1.0], [0.0], problem=index)  # noqa: E731
     alike = lambda index: group([1.0], [1.0], problem=index)  # noqa: E731
@@ -243,13 +309,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
         return Rollouts([mixed(len(drawn)), alike(0), mixed(len(drawn))], ["lost"], {"emitted_tokens": 5}, 1.0, 0.5)
 
     monkeypatch.setattr(stage_module, "rollout", sampled)
-    stage = Stage.__new__(Stage)
-    stage.settings = GrpoSettings(sampling=SamplingSettings(dynamic_sampling=2))
-    stage.loop, stage.seed, stage.sampling_params = SimpleNamespace(batch_size=3), 5, None
-    stage.problems = SimpleNamespace(batch=lambda step, size, seed: (step, size, seed))
-    stage.models = SimpleNamespace(rewards=None)
-    stage.method, stage.groups = SimpleNamespace(group_size=2), lambda problems, size: problems
-
+    stage = filling(bound=2, wanted=3)
     start = Rollouts([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
     full = stage.fill(start, 4, None)
     assert [g.problem_index for g in full.groups] == [9, 1, 1] and len(full.left_out) == 3 and len(full.sampled) == 6

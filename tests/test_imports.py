@@ -20,7 +20,7 @@ LAYERS = {
         "rl.training_client", "rl.sampling_client", "rl.service", "rl.rollout", "rl.scoring", "rl.comparison", "rl.learned_rewards",
         "rl.memory_trace"],
     4: ["rl.methods", "rl.plots", "rl.html", "rl.console", "rl.logbook", "rl.keeper", "rl.recipe", "rl.cli", "rl.help_pages", "rl.rlvr"],
-    5: ["rl.stage", "rl.online", "rl.offline", "rl.prepare", "rl.reopen", "rl.run", "rl.entry", "rl.plan", "rl.plan_page"],
+    5: ["rl.stage", "rl.online", "rl.offline", "rl.stored", "rl.prepare", "rl.reopen", "rl.run", "rl.entry", "rl.plan", "rl.plan_page"],
 }  # fmt: skip
 
 

@@ -109,6 +109,44 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
         assert expected.item() == pytest.approx(reverse_kl.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(kind):
+    """Enumerated over a vocabulary of 5 that q draws from: the gradient of KL(policy || reference) still, through the loss's own term."""
+    torch.manual_seed(1)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    ref, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))
+    logp = torch.log_softmax(logits, 0)
+    kl = (logp.exp() * (logp - ref)).sum()
+    truth = torch.autograd.grad(kl, logits, retain_graph=True)[0]
+    # one datum of a token each, told apart by what q says of it: the mask carries the chance that q draws it
+    inputs = {"advantages": torch.zeros(5), "logprobs": q, "ref_logprobs": ref, "mask": q.exp()}
+    loss, _ = get_loss("ppo").compute(logp, torch.zeros(5), inputs, torch.arange(6), {"kl_coef": 1.0, "kl_kind": kind})
+    found = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    if kind == "k3_pathwise":  # as GRPO's paper has it: not weighted
+        plain = (q.exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
+        truth = torch.autograd.grad(plain, logits)[0]
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+    if kind in ("k1", "k3"):
+        assert loss.item() == pytest.approx(kl.item(), rel=1e-12)
+
+
+def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
+    """The gradient of r k3 differentiated with its ratio r (arXiv 2512.02556), sample by sample; on policy that of k3 as it was."""
+    logp, inputs = logp_of(4), inputs_of(4)
+    ref, q = inputs["ref_logprobs"], inputs["logprobs"]
+    published = (MASK * (logp - q).exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
+    config = {"kl_coef": 1.0, "kl_kind": "k3"}
+    bare = inputs | {"advantages": torch.zeros(8, dtype=torch.float64)}
+    loss = compute("ppo", logp, bare, config)[0]
+    assert loss.item() == pytest.approx(published.item(), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], torch.autograd.grad(published, logp)[0], rtol=1e-12, atol=1e-12)
+    now = bare | {"logprobs": logp.detach()}
+    unweighted = (MASK * kl_estimate(logp, ref, "k3")).sum()
+    loss = compute("ppo", logp, now, config)[0]
+    assert loss.item() == pytest.approx(unweighted.item(), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], torch.autograd.grad(unweighted, logp)[0], rtol=1e-12, atol=0)
+
+
 def test_value_loss_against_brute_force():
     g = torch.Generator().manual_seed(5)
     values, returns, old = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
@@ -131,7 +169,8 @@ def test_terms_are_sums_over_actions_added_to_the_loss(name):
     expected = bare.item()
     for t in torch.nonzero(MASK)[:, 0].tolist():
         expected -= 0.3 * entropy[t].item()
-        expected += 0.2 * 0.5 * (logp[t] - inputs["ref_logprobs"][t]).item() ** 2
+        ratio = math.exp((logp[t] - inputs["logprobs"][t]).item())
+        expected += 0.2 * ratio * 0.5 * (logp[t] - inputs["ref_logprobs"][t]).item() ** 2
         old = inputs["values_old"][t].item()
         held = min(max(inputs["values"][t].item(), old - 0.4), old + 0.4)
         expected += 0.25 * max((v - inputs["returns"][t].item()) ** 2 for v in (held, inputs["values"][t].item()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from whole_runs import train, two_and_two
 
-from rl import ServiceClient
+from rl import ServiceClient, run, stage
 from rl.data.problem_set import ProblemSet
 from rl.data.rollouts import filtered, load_rollouts
 from rl.errors import UserError
@@ -345,6 +345,67 @@ def test_a_runs_rollouts_are_learnt_from_token_for_token(tmp_path):
         train(f"offline {words} --steps 1 --dataset {tmp_path / 'run'}", tmp_path / "other")
 
 
+STAGES = """
+stages:
+  - {method: grpo, base_model: "tiny:addition", steps: 2, rollouts_every: 1, learning_rate: 1e-12}
+  - {method: grpo, steps: 1, rollouts_every: 1, learning_rate: 0.1}
+  - {method: offline, base_model: "tiny:addition", dataset: grpo-1, steps: 4, save_every: 2, loss: dro}
+batch_size: 8
+group_size: 4
+max_tokens: 4
+learning_rate: 1e-2
+temperature: 1.0
+eval_every: 0
+"""
+
+
+class _Cut(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
+    """From those of that stage alone, and after a resume from the same."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(STAGES)
+    whole = train(str(recipe), tmp_path / "whole")
+    rows = [row for row in whole if row["stage"] == "offline"]
+    assert rows[0]["progress/epoch"] == 0.5  # 8 of the 16 problems that the two steps of grpo-1 were of
+    # drawn by the weights that this stage begins from again, since grpo-1 hardly moved them
+    assert abs(rows[0]["optim/kl_behaviour_v1"]) < 1e-5 < 1e-3 < rows[-1]["optim/kl_behaviour_v2"]
+
+    class CutStage(stage.Stage):
+        def _log(self, done, metrics):
+            if self.name == "offline" and done == 3:
+                raise _Cut
+            super()._log(done, metrics)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Cut):
+        patch.setattr(run, "Stage", CutStage)
+        train(str(recipe), tmp_path / "cut")
+    assert train(f"{recipe} --resume", tmp_path / "cut") == whole
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("grpo-1", "gpro", "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: grpo-1, grpo-2"),
+        ("grpo-1", "offline", "stored rollouts offline do not exist"),
+        ("grpo-1", "''", "offline needs stored answers: .* the name of an earlier stage"),
+        ("steps: 2, rollouts_every: 1", "steps: 2, rollouts_every: 0", "of stage grpo-1, which keeps none: set its rollouts_every"),
+        ("steps: 2,", "steps: 2, temperature: 0.7,", "drawn at temperature 0.7, .* would score them at 1: set the same"),
+        ("method: grpo, base_model", "name: grpo-1, method: sft, base_model", "of stage grpo-1, but sft samples no answers"),
+    ],
+)
+def test_an_earlier_stage_without_usable_rollouts_is_named_before_it_runs(old, new, says, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    text = STAGES.replace(old, new, 1)
+    recipe.write_text(text)
+    with pytest.raises(UserError, match=f"(?s){says}"):
+        train(str(recipe), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_answers_that_cannot_be_learnt_are_named(tmp_path):
     with ServiceClient(output_dir=tmp_path) as service:
         policy = service.create_full_training_client("tiny:addition")
@@ -363,10 +424,10 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
     [
         ("offline", "offline needs stored answers: --dataset"),
         ("offline --dataset nowhere", "stored rollouts nowhere do not exist"),
-        ("offline --loss bc", "loss bc needs one of top_fraction"),
+        ("offline --loss bc", "loss bc needs one of --top-fraction"),
         ("offline --top-fraction 0.1", "other losses neither"),
         ("offline --tau 0 --loss ilql", "tau is positive"),
-        ("offline --more-datasets x", "leave out more_datasets and curriculum"),
+        ("offline --more-datasets x", "leave out --more-datasets and curriculum"),
     ],
 )
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,19 @@ from rl.methods.base import Models, Progress
 from rl.methods.ppo import Ppo, PpoOptions, PpoSettings
 from rl.prepare import StageHosts, make_policy
 from rl.settings import KlSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, ShapingSettings
-from rl.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, Trajectory, TrajectoryGroup, Transition
+from rl.stage import Stage
+from rl.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    SampledSequence,
+    SamplingParams,
+    TensorData,
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+)
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -139,11 +152,12 @@ class Reference:
         return [-0.1 * np.asarray(d.loss_fn_inputs["target_tokens"].array, dtype=np.float32) for d in datums]
 
 
-def episode(turns, rewards, stop="stop"):
+def episode(turns, rewards, stop="stop", truncated=False):
     transitions = []
     for (ob, ac), reward in zip(turns, rewards, strict=True):
         action = SampledSequence(ac, [-0.2 * t for t in ac], stop)
         transitions.append(Transition(ModelInput.from_ints(ob), action, reward, False))
+    transitions[-1].truncated = truncated
     return Trajectory(transitions)
 
 
@@ -151,8 +165,10 @@ EPISODES = [
     episode([([1, 2], [3, 4]), ([1, 2, 3, 4, 9, 9], [5])], [0.5, 1.0]),  # a hole between two actions
     episode([([1, 2], [3, 4]), ([1, 7], [5, 6])], [0.25, -1.0]),  # the second turn forgets the first: two datums
     episode([([2, 2, 2], [8, 8, 8])], [0.0], stop="length"),
+    episode([([4], [1]), ([4, 1, 6], [2, 5])], [0.5, 0.0], truncated=True),  # by the environment, after an answer that ended
 ]
-FINAL = [0.0, 2.0, 0.125]
+CUT = [False, False, True, True]
+FINAL = [0.0, 2.0, 0.125, 0.0]
 
 
 def settings(**changes) -> PpoSettings:
@@ -161,7 +177,7 @@ def settings(**changes) -> PpoSettings:
     return PpoSettings(ppo=PpoOptions(**options), kl=KlSettings(**kl), sampling=SamplingSettings(max_tokens=3, temperature=0.8), **changes)
 
 
-def expected(trajectory, final, coef, truncated):
+def expected(trajectory, final, coef, cut):
     """Advantages and values by walking the episode turn by turn, action by action."""
     rewards, values = [], []
     for turn in trajectory.transitions:
@@ -172,7 +188,6 @@ def expected(trajectory, final, coef, truncated):
             read = [*read, token]
         rewards[-1] += turn.reward
     rewards[-1] += final
-    cut = trajectory.transitions[-1].ac.stop_reason == "length" and truncated == "bootstrap"
     return brute_force(rewards, values, 0.9, 0.7, sum(math.sin(t) for t in read) if cut else 0.0), values
 
 
@@ -181,12 +196,12 @@ def expected(trajectory, final, coef, truncated):
 def test_credit_by_walking_the_episodes(truncated, kl):
     method = Ppo(settings(ppo={"truncated": truncated}, kl=kl))
     models = Models(Values(), {"reference": Reference()})
-    datums = method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 3)], models)
-    assert len(datums) == 4  # the second episode makes two
+    datums = method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], models)
+    assert len(datums) == 5  # the second episode makes two
     charged = 0.3 if kl == {"kl_in": "reward"} else 0.0
     advantages, values = [], []
-    for trajectory, final in zip(EPISODES, FINAL, strict=True):
-        a, v = expected(trajectory, final, charged, truncated)
+    for trajectory, final, cut in zip(EPISODES, FINAL, CUT, strict=True):
+        a, v = expected(trajectory, final, charged, cut and truncated == "bootstrap")
         advantages, values = advantages + a, values + v
         assert trajectory.advantage == pytest.approx(np.mean(a), abs=1e-5)
     masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
@@ -201,7 +216,7 @@ def test_credit_by_walking_the_episodes(truncated, kl):
 def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
     plain, scaled = (
         Ppo(settings(ppo={"normalise_advantages": on})).credit(
-            [TrajectoryGroup(EPISODES, list(FINAL), [{}] * 3)], Models(Values(), {"reference": Reference()})
+            [TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], Models(Values(), {"reference": Reference()})
         )
         for on in (False, True)
     )
@@ -212,9 +227,9 @@ def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
 
 def test_rewards_are_scaled_by_running_statistics():
     method = Ppo(settings(shaping=ShapingSettings(normalise_rewards=True), kl={"kl_coef": 0.0}))
-    method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 3)], Models(Values()))
-    totals = [1.5, 1.25, 0.125]
-    assert method.state()["reward_statistics"] == pytest.approx({"count": 3, "mean": np.mean(totals), "m2": 3 * np.var(totals)})
+    method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], Models(Values()))
+    totals = [1.5, 1.25, 0.125, 0.5]
+    assert method.state()["reward_statistics"] == pytest.approx({"count": 4, "mean": np.mean(totals), "m2": 4 * np.var(totals)})
     assert method.shaper.metrics["reward/running_std"] == pytest.approx(np.std(totals))
 
 
@@ -250,6 +265,34 @@ def learn_once(service, critic=False, reference=True, **ppo):
     before = (models.critic or policy).compute_values([d.model_input for d in datums]).result()
     metrics = method.learn(models, datums, Progress(0, 5))
     return method, models, datums, metrics, before
+
+
+def test_minibatches_are_dealt_out_by_the_runs_seed():
+    """The order of datums over an epoch's minibatches, as a policy that only takes notes sees it."""
+    seen: list[list[int]] = []
+    datums = [datum([-1.0], [1.0], [1.0]) for _ in range(12)]
+
+    def noted(part, *_, **__):
+        seen.append([next(i for i, one in enumerate(datums) if one is d) for d in part])
+        outputs = [{"logprobs": TensorData([-1.0])} for _ in part]
+        return SimpleNamespace(result=lambda: ForwardBackwardOutput(outputs, {"loss:sum": 0.0}))
+
+    step = SimpleNamespace(result=lambda: SimpleNamespace(metrics={"grad_norm": 0.0}))
+    policy = SimpleNamespace(forward_backward=noted, forward=noted, optim_step=lambda params: step)
+    method = Ppo(settings(ppo={"epochs": 2}, optim=OptimSettings(num_substeps=3), loop=LoopSettings(steps=5, batch_size=12)))
+
+    def order(batch, seed):
+        seen.clear()
+        method.learn(Models(policy), datums, Progress(batch, 5, seed))
+        return [part for part in seen if len(part) < 12]  # without the whole batch, after each epoch
+
+    first = order(0, 1)
+    assert [len(part) for part in first] == [4] * 6 and sorted(sum(first[:3], [])) == sorted(sum(first[3:], [])) == list(range(12))
+    assert order(0, 1) == first and first[:3] != first[3:]
+    assert order(0, 2) != first and order(1, 1) != first
+    stage = Stage.__new__(Stage)
+    stage.seed, stage.loop = 77, LoopSettings(steps=9)
+    assert stage.progress(3) == Progress(3, 9, 77)
 
 
 def test_epochs_end_where_the_policy_is_target_kl_away(service):
@@ -317,7 +360,8 @@ def test_the_reference_stays_what_it_was(service, rank):
 
 REWARD = "def digits(prompt, response, meta):\n    return sum(c.isdigit() for c in response) / 4 + (response[:1] == '1')\n"
 CASES = {
-    "head": "--kl-coef 0 --kl-target 0.0001 --normalise-rewards --num-substeps 2 --group-size 2",
+    "head": "--kl-coef 0 --kl-target 0.0001 --normalise-rewards --num-substeps 2 --group-size 2 --curriculum success --curriculum-up 0.01 "
+    "--curriculum-down 0 --curriculum-window 3",
     "critic, lora": "--critic-model policy --lora-rank 2 --kl-target 0.001 --kl-in loss --learning-rate 1e-2 --critic-learning-rate 1e-3",
 }
 
@@ -332,7 +376,7 @@ def train(folder, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_and_two_steps_are_four(tmp_path, case):
-    """With the adaptive coefficient and the running statistics on their way."""
+    """With the adaptive coefficient, the running statistics and the curriculum on their way."""
     (tmp_path / "rewards.py").write_text(REWARD)
     words = "--reward rewards.py:digits --steps 4 --save-every 2 --batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 3e-3 "
     words = [*(words + CASES[case]).split()]
@@ -348,7 +392,8 @@ def test_two_and_two_steps_are_four(tmp_path, case):
     coefficients = [row["optim/kl_coef"] for row in rows[0]]
     assert len(set(coefficients)) > 2, coefficients
     if case == "head":
-        assert coefficients[0] == 0 and len({row["reward/running_mean"] for row in rows[0]}) == 4
+        assert coefficients[0] == 0 and len({(row["reward/running_mean"], row["reward/running_std"]) for row in rows[0]}) == 4
+        assert [row["curriculum/level"] for row in rows[0]] == [0, 0, 0, 1]  # two of a window of three were seen when it was saved
     files = sorted(p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole/checkpoints/ppo-final").rglob("*.safetensors"))
     # of each model its weights, its head where it has one, its optimizer; and the generators
     assert len(files) == (6 if "critic" in case else 4), files

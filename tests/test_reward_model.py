@@ -1,8 +1,10 @@
 """Reward models and RLHF: Bradley-Terry against float64 formulas, held-out calibration by hand, models in the loop, null controls."""
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,16 +15,17 @@ from test_dpo import largest_digit_pairs
 from whole_runs import final_weights, train, two_and_two
 
 from rl import ServiceClient, checkpoint
-from rl.comparison import LABELS, Comparison, ComparisonModel, comparison_messages, swapped
+from rl.comparison import LABELS, Comparison, ComparisonModel, Verdict, comparison_messages, swapped
 from rl.data.addition import addition
+from rl.environments import ProblemGroupBuilder
 from rl.errors import UserError
 from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.losses import get_loss
-from rl.methods.reward_model import preference_metrics, scored_pair
+from rl.methods.reward_model import compared_pair, preference_metrics, scored_pair
 from rl.metrics import calibration_error
 from rl.packing import LAYOUTS
 from rl.prepare import make_renderer
-from rl.types import Datum, ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
+from rl.types import Datum, ModelInput, Problem, SampledSequence, Trajectory, TrajectoryGroup, Transition
 from rl.worker import ModelSpec
 
 # ------------------------------------------------------------------------------------------------------------ the loss
@@ -188,6 +191,31 @@ def test_scores_within_a_group_are_shares_of_wins():
     assert sum(scores) == pytest.approx(2.0) and alone == [0.5]
 
 
+def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
+    """The same text for an answer that was sampled as for a row of pairs: a system prompt and earlier turns included."""
+    said = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1+1="},
+    ]
+    with ServiceClient(output_dir=tmp_path) as service:
+        renderer = make_renderer(service.create_sampling_client(base_model="tiny:ascii"), None)
+    envs = ProblemGroupBuilder(Problem(said), 2, renderer, None).make_envs()
+    sampled = [SampledSequence(renderer.encode(text), [-1.0] * len(text)) for text in ("2", "33")]
+    results = [env.step(one) for env, one in zip(envs, sampled, strict=True)]
+    turns = [Transition(ModelInput.empty(), one, 0.0, True, {}, r.logs) for one, r in zip(sampled, results, strict=True)]
+    asked: list[Comparison] = []
+    verdict = Verdict(0.5, 0.5, 0.0, True)
+    judge = SimpleNamespace(verdicts=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons])
+    ComparedInGroup(judge).scores([TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, 0.0], [{}, {}])])
+    (in_the_loop,) = asked
+    trained_on = compared_pair(Problem(said, response="2", rejected="33"), renderer)[0]
+    ((shown),) = (renderer.build_supervised_example([*comparison_messages(in_the_loop), {"role": "assistant", "content": "A"}])[0],)
+    assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
+    assert "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1=" in comparison_messages(in_the_loop)[0]["content"]
+
+
 class Scores:
     scores_alone = True
 
@@ -298,13 +326,22 @@ def reward_model(folder: Path, *, constant: float | None = None) -> Path:
 
 
 SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
+CHANGING = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 3 --kl-target 1e-4 --normalise-rewards"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["rlhf --num-substeps 2", "grpo --group-size 4 --other-reward-weight 0.5 --kl-coef 0.1"])
+@pytest.mark.parametrize("how", [f"rlhf --num-substeps 2 {CHANGING}", "grpo --group-size 4 --other-reward-weight 0.5 --kl-coef 0.1"])
 def test_rlhf_two_and_two_steps_are_four(how, tmp_path):
-    rows = two_and_two(f"{how} --reward-model {reward_model(tmp_path / 'rm')} --reward exact_match {SAMPLES}", tmp_path)
+    reward = tmp_path / "digits.py"  # the curriculum goes by what is correct, which of an untrained model's answers none would be
+    reward.write_text(
+        "from rl.rewards import RewardResult\n\n\ndef digits(prompt, response, meta):\n"
+        "    share = sum(c.isdigit() for c in response) / 4\n    return RewardResult(share, {'correct': share})\n"
+    )
+    rows = two_and_two(f"{how} --reward-model {reward_model(tmp_path / 'rm')} --reward {reward}:digits {SAMPLES}", tmp_path)
     assert len({row["env/all/reward/learned"] for row in rows}) == 4
+    if "rlhf" in how:
+        for name in ("optim/kl_coef", "reward/running_mean", "curriculum/level"):
+            assert rows[1][name] != rows[2][name] or rows[2][name] != rows[3][name], f"{name} was saved in the middle of a change"
     weight = 0.5 if "grpo" in how else 0.0
     for row in rows:
         expected = row["env/all/reward/learned"] + weight * row["env/all/reward/given"]
@@ -312,9 +349,18 @@ def test_rlhf_two_and_two_steps_are_four(how, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_constant_reward_model_leaves_the_weights_bit_equal(tmp_path):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "grpo --group-size 4",
+        # Every term but the reward's is off. Its return less the value of an untrained head, which is 0, is then the same at each
+        # token, and less the batch's mean 0. With lambda below 1 it would not be: tokens nearer to the end would have more of it.
+        "rlhf --kl-coef 0 --entropy-coef 0 --value-coef 0 --gae-lambda 1 --truncated end",
+    ],
+)
+def test_a_constant_reward_model_leaves_the_weights_bit_equal(how, tmp_path):
     """And one that is not constant does not, so that the control could fail."""
-    words = f"grpo --group-size 4 {SAMPLES} --reward None"
+    words = f"{how} {SAMPLES} --reward None"
     runs = {name: reward_model(tmp_path / name, constant=c) for name, c in (("same", 3.7), ("other", None))}
     before = train(f"{words} --steps 0 --reward-model {runs['same']}", tmp_path / "before") or final_weights(tmp_path / "before")
     for name, model in runs.items():
@@ -324,6 +370,26 @@ def test_a_constant_reward_model_leaves_the_weights_bit_equal(tmp_path):
         assert same == (name == "same")
         if name == "same":
             assert all(row["env/all/reward/learned"] == pytest.approx(3.7, abs=1e-6) and row["env/all/reward/std"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "--lora-rank 4"])
+def test_the_best_weights_score_as_the_model_did(how, tmp_path):
+    """With their head: the best of a run whose last step is its best are the final checkpoint's, and rlhf learns from them."""
+    words = f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit 16 {how}"
+    train(f"{words} --keep-best progress/batch", tmp_path / "rm")
+    (best,) = (tmp_path / "rm" / "sampler_weights").iterdir()
+    final = tmp_path / "rm" / "checkpoints" / "reward_model-final"
+    assert best.name == "reward_model-best-000002" and not (best / "optimizer.safetensors").exists()
+    assert load_file(str(best / "value_head.safetensors"))["weight"].any()
+    with ServiceClient(output_dir=tmp_path / "service") as service:
+        scores = [
+            RewardModel(service.create_training_client_from_state(str(path)), "rm").scores([group("a", "b")]) for path in (best, final)
+        ]
+        assert scores[0] == scores[1]
+        service.create_sampling_client(model_path=str(best)).get_tokenizer()  # and they can be sampled from
+    loops = [train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {path}", tmp_path / path.name) for path in (best, final)]
+    assert loops[0] == loops[1]
 
 
 def test_a_comparing_judge_rewards_groups(tmp_path):
@@ -340,7 +406,7 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
         ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
         ("grpo --reward-model a --comparison-model b", "name one of the two"),
         ("grpo --other-reward-weight 1", "name one, or leave it out"),
-        ("ppo --comparison-model tiny:ascii", "set group_size to 2 or more"),
+        ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
         ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
         ("reward_model --reward exact_match", "leave reward and rewards out"),
     ],
@@ -350,6 +416,44 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
         train(f"{words} --steps 1", tmp_path / "run")
     text = " ".join((str(caught.value) + capsys.readouterr().err).replace("│", " ").split())
     assert says in text and not (tmp_path / "run").exists()
+
+
+def largest_digit_rows(path: Path) -> Path:
+    """Of three digits the largest is right; `response`: one of the three, so that a model taught it is right for four in ten.
+
+    `rejected` is any other digit, whether the prompt has it or not: what the pairs do not cover, RLHF finds. (With those of the
+    prompt alone held-out pairs are all ranked right, and the policy learns to say 9 to everything.)
+    """
+    rng, rows = np.random.default_rng(0), []
+    for digits in itertools.product(range(10), repeat=3):
+        best = max(digits)
+        wrong = rng.choice([d for d in range(10) if d != best])
+        said = {"response": str(rng.choice(digits)), "answer": str(best), "chosen": str(best), "rejected": str(wrong)}
+        rows.append({"prompt": "".join(map(str, digits)) + "=", **said})
+    path.write_text("\n".join(json.dumps(rows[i]) for i in rng.permutation(len(rows))))
+    return path
+
+
+@pytest.mark.slow
+def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
+    """The true one, exact_match on held-out prompts, is never learnt from."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "stages:\n"
+        "  - {method: sft, response_column: response, steps: 100, learning_rate: 3e-3, warmup_steps: 10, batch_size: 64, eval_every: 0}\n"
+        "  - {method: reward_model, steps: 150, learning_rate: 2e-3, warmup_steps: 10, batch_size: 64, eval_every: 150}\n"
+        "  - {method: rlhf, base_model: sft, reward_model: reward_model, reward: exact_match, data_format: columns, eval_every: 30,\n"
+        "     steps: 30, learning_rate: 1e-3, batch_size: 128, normalise_rewards: true, temperature: 1.0, max_tokens: 2}\n"
+        f"dataset: {largest_digit_rows(tmp_path / 'rows.jsonl')}\nschedule: linear\nsave_every: 0\nrollouts_every: 0\n"
+    )
+    rows = train(str(recipe), tmp_path / "run")
+    model = [row for row in rows if row["stage"] == "reward_model" and "test/loss" in row][-1]
+    assert model["test/rewards/accuracies"] > 0.95
+    first, last = (row for row in rows if row["stage"] == "rlhf" and "test/env/all/correct" in row)
+    assert first["test/env/all/correct"] < 0.5 and last["test/env/all/correct"] > 0.75
+    near_right = 0.75 * model["test/rewards/chosen"] + 0.25 * model["test/rewards/rejected"]
+    assert first["test/env/all/reward/learned"] < near_right < last["test/env/all/reward/learned"]
+    print({name: (first[name], last[name]) for name in ("test/env/all/correct", "test/env/all/reward/learned")})
 
 
 @pytest.mark.slow

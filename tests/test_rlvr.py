@@ -219,9 +219,10 @@ def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
     scores = base.compute_logprobs_many(full).result()
     gap = drawn - np.concatenate([s[-len(t.tokens) :] for s, t in zip(scores, batch, strict=True)])
     assert (gap != 0).any()
+    twin = service.create_training_client(ADAPTER, checkpoint_id=client.save_state().artifact_id)  # at the same version
     second = algorithm.update(batch, client).metrics["optim/kl_ref_k1"]
     assert second == pytest.approx(gap.mean(), abs=1e-5)
-    assert PPO(price, reference=base).update(batch, client).metrics["optim/kl_ref_k1"] == pytest.approx(gap.mean(), abs=1e-5)
+    assert PPO(price, reference=base).update(batch, twin).metrics["optim/kl_ref_k1"] == pytest.approx(gap.mean(), abs=1e-5)
     with pytest.raises(UserError, match="reference=service.create_sampling_client"):
         whole = service.create_training_client(WHOLE)
         PPO(price).update(scored(RolloutSampler(whole, max_new_tokens=2)), whole)
@@ -321,6 +322,21 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
     headless = service.create_full_training_client("tiny:addition")
     with pytest.raises(UserError, match="no value head: make it with"):
         PPO().update(scored(sampler), headless)
+
+
+def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
+    client = service.create_training_client(WHOLE)
+    sampler, algorithm = RolloutSampler(client, max_new_tokens=3), REINFORCE()
+    one, two = scored(sampler), scored(sampler)
+    algorithm.update(one, client)
+    with pytest.raises(UserError, match="drawn at version 0 of the weights, which are at version 1 now: .*generate_trajectories"):
+        algorithm.update(two, client)
+    fresh = scored(sampler)
+    with pytest.raises(UserError, match="trajectory 4 was drawn at version 0"):
+        algorithm.update(TrajectoryBatch([*fresh, *two]), client)
+    assert client.version == 1 == algorithm.updates
+    algorithm.update(fresh, client)
+    assert client.version == 2 == algorithm.updates
 
 
 def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):

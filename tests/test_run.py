@@ -240,6 +240,7 @@ def test_a_folder_with_a_run_is_not_written_to(undisturbed):
     assert done.returncode == 2 and "--resume" in done.stderr and "--overwrite" in done.stderr and "Traceback" not in done.stderr
     done = run(recipe, "--output-dir", "out", "--resume", "--learning-rate", "0.5", cwd=undisturbed.parent, ok=False)
     assert done.returncode == 2 and "learning_rate" in done.stderr and "Traceback" not in done.stderr
+    assert "nothing was started" in done.stderr
     done = run(recipe, "--output-dir", "out", "--resume", cwd=undisturbed.parent)  # a run that is done says so and changes nothing
     assert "done" in done.stdout
 
@@ -263,6 +264,7 @@ def test_mistakes_are_one_box_without_a_traceback(tmp_path, words, message):
     done = run(*words, cwd=tmp_path, ok=False)
     flat = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 2 and message in flat and "Traceback" not in done.stderr, done.stderr
+    assert "1 problem: nothing was started" in flat
     assert not list(tmp_path.glob("runs/*/metrics.jsonl")) or "5000" in message
 
 
@@ -281,6 +283,7 @@ def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the
     (tmp_path / "tests_rewards.py").write_text("def digits(prompt, response, meta):\n    return float('nan')\n")
     done = run(recipe, "--output-dir", "all", cwd=tmp_path, ok=False)
     assert done.returncode == 2 and "failed on every sample" in " ".join(done.stderr.replace("│", " ").split())
+    assert "1 problem: the run stopped" in done.stderr
 
 
 @pytest.mark.slow

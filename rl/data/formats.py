@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from rl.data.rows import BadRow
+from rl.data.rows import BadRow, NoColumn
 from rl.types import Message
 
 
@@ -183,7 +183,7 @@ def _instruction(columns: Mapping[str, Any]) -> str:
 
 def _column(columns: Mapping[str, Any], name: str) -> Any:
     if name not in columns:
-        raise BadRow(f"no column {name!r}; it has {', '.join(map(repr, columns)) or 'none'}")
+        raise NoColumn(name, columns)
     return columns[name]
 
 

@@ -155,5 +155,5 @@ def _problems(
         if system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
         problems.append(Problem(tuple(messages), meta, response, tag, len(problems), rejected))
-    bad.settle(len(problems))
+    bad.settle(len(problems), named)
     return problems

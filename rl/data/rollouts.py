@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, OnBadRow, read_file
+from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, NoColumn, OnBadRow, read_file
 from rl.errors import UserError
 from rl.types import Message, Problem, StoredAnswer
 
@@ -44,14 +44,16 @@ def load_rollouts(
     system_prompt: str | None = None,
     limit: int | None = None,
     on_bad_row: OnBadRow = "error",
+    steps: range | None = None,
 ) -> ProblemSet:
     """Problems with `answers`, in the order in which they first occur.
 
     source: a run's folder, a folder of files, or one file (.jsonl, .json, .gz of both). limit: so many problems.
+    steps: of a run's folder, the steps whose rollouts are read; all, by default.
     Rewards may be numbers or truth values (true, false, "true", "false"). A row that is none of the shapes above is named with
     file and line, or skipped and counted.
     """
-    files = _files(Path(source).expanduser())
+    files = _files(Path(source).expanduser(), steps)
     bad, good = BadRows(on_bad_row), 0
     groups: dict[tuple[Any, ...], _Group] = {}
     for path in files:
@@ -69,7 +71,7 @@ def load_rollouts(
                 continue
             good += 1
             groups.setdefault(key, _Group(group.messages, group.meta)).answers.extend(group.answers)
-    bad.settle(good)
+    bad.settle(good, {"prompt_column": prompt_column, "response_column": response_column, "reward_column": reward_column})
     if not groups:
         raise UserError(f"{source} holds no stored answer")
     system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -97,16 +99,24 @@ def filtered(problems: ProblemSet, top_fraction: float | None, reward_threshold:
     return ProblemSet(kept, name=problems.name)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, steps: range | None) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise UserError(f"stored rollouts {path} do not exist (seen from {Path.cwd()}): give a run's folder, or a file of rows")
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     found = sorted(file for file in folder.iterdir() if file.name.endswith(FILE_SUFFIXES))
+    if steps is not None:
+        found = [file for file in found if _step(file) in steps]
     if not found:
         raise UserError(f"{folder} holds no rollouts (.jsonl): a run writes them every rollouts_every steps")
     return found
+
+
+def _step(file: Path) -> int:
+    """The step in the name of a file that a run wrote (step_000010.jsonl); -1 of any other."""
+    digits = file.name.removeprefix("step_").partition(".")[0]
+    return int(digits) if digits.isdigit() else -1
 
 
 def _drawn(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _Group]:
@@ -161,9 +171,11 @@ def _pick(columns: Mapping[str, Any], named: str | None, usual: tuple[str, ...],
     """The column that is named, or the first usual one that is there."""
     candidates: Iterator[str] = (name for name in ([named] if named is not None else usual) if name in columns)
     found = next(candidates, None)
+    if found is None and named is not None:
+        raise NoColumn(named, columns)
     if found is None:
-        wanted = repr(named) if named is not None else f"of {', '.join(usual)}"
-        raise BadRow(f"no column {wanted}, it has {', '.join(map(repr, columns)) or 'none'}: name it with --{what}-column")
+        has = ", ".join(map(repr, columns)) or "none"
+        raise BadRow(f"no column of {', '.join(usual)}, it has {has}: name it with --{what}-column")
     return found
 
 

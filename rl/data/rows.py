@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import json
 import logging
@@ -22,6 +23,18 @@ class BadRow(ValueError):
     """A row that cannot be used, and why."""
 
 
+class NoColumn(BadRow):
+    """A row that lacks the column `name`; it has `columns`."""
+
+    def __init__(self, name: str, columns: Iterable[str]):
+        self.name, self.columns = name, tuple(columns)
+        super().__init__(f"no column {name!r}; it has {self.there}")
+
+    @property
+    def there(self) -> str:
+        return ", ".join(map(repr, self.columns)) or "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row: where it stands ("train.jsonl line 12"), and its columns, or why it has none."""
@@ -36,19 +49,34 @@ class BadRows:
 
     on_bad_row: OnBadRow
     found: list[str] = field(default_factory=list)
+    lacking: list[NoColumn] = field(default_factory=list)
 
     def add(self, place: str, reason: BadRow) -> None:
         self.found.append(f"{place}: {reason}")
+        if isinstance(reason, NoColumn):
+            self.lacking.append(reason)
 
-    def settle(self, good: int) -> None:
-        """Raise for the bad rows (the first five, and how many), or log them where they are to be skipped."""
+    def settle(self, good: int, named: Mapping[str, str | None]) -> None:
+        """Raise for the bad rows (the first five, and how many), or log them where they are to be skipped.
+
+        A column that no row has is one mistake, not one a row. `named`: the columns asked for, by setting.
+        """
         if not self.found:
             return
+        if not good and len(self.lacking) == len(self.found) and len({one.name for one in self.lacking}) == 1:
+            raise UserError(_nowhere(self.lacking[0], len(self.found), named))
         first = "\n  ".join(self.found[:5]) + ("\n  ..." if len(self.found) > 5 else "")
         summary = f"{len(self.found)} bad rows beside {good} good ones:\n  {first}"
         if self.on_bad_row == "error":
             raise UserError(f"{summary}\nMend them, or leave them out with on_bad_row='skip'.")
         logger.warning("skipped %s", summary)
+
+
+def _nowhere(lacking: NoColumn, rows: int, named: Mapping[str, str | None]) -> str:
+    setting = next((f" ({setting})" for setting, column in named.items() if column == lacking.name), "")
+    near = difflib.get_close_matches(lacking.name, lacking.columns, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no column {lacking.name!r}{setting} in any of {rows} rows, which have {lacking.there}{hint}"
 
 
 def find_file(folder: Path, split: str) -> Path:

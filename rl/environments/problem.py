@@ -27,7 +27,7 @@ class ProblemEnv(Env):
             reward=0.0 if scorer is None else scorer.submit(builder.prompt_text, response, builder.problem.meta),
             episode_done=True,
             metrics={"ended": float(ended)},
-            logs={"prompt": builder.prompt_text, "response": response},
+            logs={"prompt": builder.prompt_text, "response": response, "messages": builder.problem.messages},
         )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from rl.datums import action_tokens
+from rl.metrics import largest
 from rl.schedules import factor
 from rl.settings import LearnedRewardSettings, LoopSettings, OptimSettings
 from rl.types import AdamParams, Datum, Problem, TensorData, TrajectoryGroup
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from rl.training_client import TrainingClient
 
 Item = TypeVar("Item")
+
+# Losses whose gradient is their advantages': without one other than 0, only a term that is added to them has one.
+_OF_ADVANTAGES = ("importance_sampling", "ppo", "cispo", "gspo")
 
 
 @dataclass
@@ -80,10 +85,11 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a stage is: batch `batch` of `steps`."""
+    """Where a stage is: batch `batch` of `steps`. `seed`: the stage's, for what `learn` draws at random."""
 
     batch: int
     steps: int
+    seed: int = 0
 
 
 class Method(Protocol):
@@ -115,10 +121,11 @@ class OfflineMethod(Method, Protocol):
 class EvaluatesRows(abc.ABC):
     """A method that measures held-out rows itself, besides (or instead of) sampling answers to them.
 
-    `headline`: the metric that sums a run up.
+    `headline`: the metric that sums a run up. `keeps_value_head`: whether its best weights are nothing without the value head.
     """
 
     headline: str
+    keeps_value_head = False
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:  # noqa: B027  (nothing, by default)
         """Called before the first step, and after a resume, with every row that the stage trains on or evaluates."""
@@ -154,25 +161,31 @@ def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
 
     "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by `weighted_by_sequence`): its
     sequences. "constant": its sequences times max_tokens (Dr. GRPO, arXiv 2503.20783, appendix). "sum": 1.
+    An episode of several datums is one sequence, each of them its share of one.
     """
     match kind:
         case "tokens":
             return max(1, action_tokens(datums))
         case "sequences" | "sequence_means":
-            return max(1, len(datums))
+            return sequences(datums)
         case "constant":
-            return max(1, len(datums)) * max_tokens
+            return sequences(datums) * max_tokens
         case "sum":
             return 1.0
     raise ValueError(f"unknown normalisation {kind!r}: tokens, sequences, sequence_means, constant or sum")
 
 
+def sequences(datums: Sequence[Datum]) -> float:
+    """How many episodes the datums make up; 1 where they hold no action."""
+    return math.fsum(datum.episode_share for datum in datums) or 1.0
+
+
 def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
-    """The datums with advantages and mask divided by their number of action tokens: summed, losses become sequence means."""
+    """The datums with advantages and mask divided by their episode's number of action tokens: summed, losses become its mean."""
     weighted = []
     for datum in datums:
         advantages, mask = (datum.loss_fn_inputs[name].array for name in ("advantages", "mask"))
-        tokens = max(1, np.count_nonzero(mask))
+        tokens = max(1, int(np.count_nonzero(mask))) / (datum.episode_share or 1.0)
         weighted.append(with_fields(datum, advantages=advantages / tokens, mask=mask / tokens))
     return weighted
 
@@ -206,7 +219,7 @@ def truncated_importance_sampling(
 
 def with_fields(datum: Datum, **fields: np.ndarray) -> Datum:
     new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
-    return Datum(datum.model_input, {**datum.loss_fn_inputs, **new})
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, **new}, datum.episode_share)
 
 
 def one_pass(
@@ -225,6 +238,9 @@ def one_pass(
     """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns `optim/...` metrics.
 
     Sampler and learner are compared on the first substep, whose weights are those that sampled.
+    Where nothing has a gradient (every advantage is 0 and no other term is on) the step is taken at learning rate 0:
+    AdamW's memory of earlier batches and its weight decay would move the weights for no reason. It counts as a step all the
+    same, so versions, random streams and schedules stand as they would; `optim/skipped_no_signal` says how many there were.
     """
     params = adam_params(optim, loop, progress.batch, peak)
     metrics: dict[str, float] = {"optim/lr": params.learning_rate}
@@ -232,7 +248,10 @@ def one_pass(
     norms: list[float] = []
     for i, part in enumerate(substeps(datums, optim.num_substeps)):
         forward = models.policy.forward_backward(part, loss, config, divisor=divisor(part, normalise, max_tokens))
-        update = models.policy.optim_step(params)
+        signal = _has_signal(part, loss, config)
+        update = models.policy.optim_step(params if signal else replace(params, learning_rate=0.0))
+        if not signal:
+            metrics["optim/skipped_no_signal"] = metrics.get("optim/skipped_no_signal", 0.0) + 1
         output = forward.result()
         for name, value in output.metrics.items():
             if name.endswith(":sum"):
@@ -243,17 +262,25 @@ def one_pass(
             metrics["optim/skipped_nonfinite"] = metrics.get("optim/skipped_nonfinite", 0.0) + 1
         if i == 0 and "logprobs" in part[0].loss_fn_inputs:
             metrics.update(sampler_against_learner(part, [o["logprobs"].array for o in output.loss_fn_outputs]))
-    metrics["optim/grad_norm"] = max(norms, default=0.0)
+    metrics["optim/grad_norm"] = largest(norms)
     metrics["optim/substeps"] = len(norms)
-    metrics.update(_loss_metrics(sums, datums))
+    metrics.update(_loss_metrics(sums, datums, normalise))
     return metrics
 
 
-def _loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum]) -> dict[str, float]:
+def _has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
+    if loss not in _OF_ADVANTAGES or any(config.get(term, 0.0) for term in ("entropy_coef", "kl_coef", "value_coef")):
+        return True
+    return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)
+
+
+def _loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum], normalise: str) -> dict[str, float]:
+    """Means over action tokens; the loss under "sequence_means", which is a mean over each sequence's tokens already, over sequences."""
     tokens = action_tokens(datums) if datums else 0
     name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
     loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))  # without the terms that were added to it
-    metrics = {name: loss / max(1, tokens), "optim/tokens": tokens}
+    count = sequences(datums) if normalise == "sequence_means" else max(1, tokens)
+    metrics = {name: loss / count, "optim/tokens": tokens}
     if "entropy:sum" in sums:
         metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
     metrics |= {f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens) for part in ("td_loss", "cql", "value_loss") if f"{part}:sum" in sums}

@@ -19,8 +19,9 @@ from rl.datums import supervised_datum, trajectory_to_datums
 from rl.errors import UserError
 from rl.methods.base import Hosts, Models, Progress, adam_params, one_pass, substeps
 from rl.methods.sft import response_datum
+from rl.metrics import largest
 from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, only_with, without_samples
 from rl.types import Datum, Problem, SamplingParams, TensorData, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class DistillationSettings:
                 raise ValueError(f"{name} lies from 0 to 1, got {getattr(self, name)}")
         if not self.distill_temperature > 0:
             raise ValueError(f"distill_temperature is positive, such as 2, got {self.distill_temperature}")
+        on_policy, why = self.learn_from == "student", f"learn_from is {self.learn_from}"
+        only_with(self, ("kl_discount",), on_policy, why, "set learn_from to student")
+        only_with(self, ("alpha", "distill_temperature", "teacher_top_k"), not on_policy, why, "set learn_from to teacher or data")
+        only_with(self, ("group_size",), self.learn_from != "data", why, "set learn_from to student or teacher")
 
 
 def _data() -> DataSettings:
@@ -79,6 +84,12 @@ class DistillSettings:
     def __post_init__(self) -> None:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        why = "it looks for groups whose answers differ in reward, and distill learns from every answer"
+        only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
+        if self.distillation.learn_from != "student":
+            without_samples(self, f"with learn_from {self.distillation.learn_from} the student answers nothing")
+        elif self.data.reward is None and not self.data.rewards:
+            without_samples(self, "without a reward nothing scores them")
 
     @property
     def learning_rate(self) -> float:
@@ -194,7 +205,7 @@ class Distill:
         tokens = sums["tokens"]
         metrics = {"optim/lr": params.learning_rate, "optim/loss": sums["loss"] / tokens, "optim/tokens": tokens}
         metrics |= {f"optim/{name}": sums[name] / tokens for name in ("kl", "ce") if name in sums}
-        metrics["optim/grad_norm"] = max(norms)
+        metrics["optim/grad_norm"] = largest(norms)
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _mixture(self, models: Models, datums: Sequence[Datum]) -> dict[str, float]:

@@ -13,8 +13,9 @@ import numpy as np
 
 from rl.datums import action_tokens, supervised_datum
 from rl.methods.base import EvaluatesRows, Hosts, Models, Progress, adam_params, substeps
+from rl.metrics import largest
 from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
-from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings, only_with, without_samples
 from rl.types import Datum, Problem, TensorData
 
 ACCURACY = "test/rewards/accuracies"
@@ -45,8 +46,7 @@ class PreferenceSettings:
             raise ValueError(f"beta is positive, such as 0.1, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing is the chance of a wrong label, from 0 to below 0.5, got {self.label_smoothing}")
-        if self.label_smoothing and self.loss != "dpo":
-            raise ValueError(f"label_smoothing belongs to loss dpo, and the loss is {self.loss}")
+        only_with(self, ("label_smoothing",), self.loss == "dpo", f"the loss is {self.loss}", "set loss to dpo")
         if self.reference_free and (self.precompute_reference or self.reference_model):
             other = "reference_model" if self.reference_model else "precompute_reference"
             raise ValueError(f"reference_free means no reference, and {other} asks for one: give one of them")
@@ -70,6 +70,7 @@ class DpoSettings:
     def __post_init__(self) -> None:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        without_samples(self, "dpo learns from the data's answers")
 
     @property
     def learning_rate(self) -> float:
@@ -115,7 +116,7 @@ class Dpo(EvaluatesRows):
     def _precomputed(self, datum: Datum) -> np.ndarray:
         found = self._reference.get(tuple(full_tokens(datum)))
         if found is None:
-            raise ValueError("a row is trained on that was not to be foreseen (a curriculum by success?): leave out precompute_reference")
+            raise ValueError("a row is trained on that was not to be foreseen: leave out precompute_reference")
         return found
 
     def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
@@ -134,7 +135,7 @@ class Dpo(EvaluatesRows):
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         found = pair_metrics(sums)
-        metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": max(norms)}
+        metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": largest(norms)}
         metrics["optim/tokens"] = action_tokens(datums)
         if sums["skipped"]:
             metrics["optim/skipped_nonfinite"] = sums["skipped"]

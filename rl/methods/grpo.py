@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rl.advantages import OVER_BATCH, WITHIN_GROUP, PerProblemMean, RunningMean, has_signal, returns_to_go
 from rl.datums import trajectory_to_datums
+from rl.errors import UserError
+from rl.fields import SettingsError, unflatten
 from rl.kl import AdaptiveKL, penalised
 from rl.methods.base import (
     Hosts,
@@ -32,6 +34,7 @@ from rl.settings import (
     OptimSettings,
     SamplingSettings,
     ShapingSettings,
+    only_with,
 )
 from rl.shaping import RewardShaper
 from rl.types import Datum, Trajectory, TrajectoryGroup
@@ -80,6 +83,17 @@ class PolicyGradientSettings:
     kl_discount: float = 1.0
     """kl_in reward: a token is charged for the KL of those k later times this to the power of k; 1: all of the answer's rest, 0: its own alone."""
 
+    def __new__(cls, **given: Any) -> Self:
+        """Raises ValueError for a variant without its settings: some belong to other sections, so naming it here would not be enough."""
+        if (variant := given.get("variant")) is not None:
+            missing = [key for key in _variant(variant) if key in cls.__dataclass_fields__ and key not in given]
+            if missing:
+                raise ValueError(
+                    f"variant {variant!r} names settings that are not given here: {', '.join(missing)}. All of its settings, those "
+                    f"of other sections included, come from rl.methods.grpo.variant_settings({variant!r}, ...)"
+                )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ValueError(f"group_size is at least 1, got {self.group_size}")
@@ -97,6 +111,9 @@ class PolicyGradientSettings:
             raise ValueError(f"entropy_coef is at least 0, got {self.entropy_coef}")
         if self.truncated_is is not None and not self.truncated_is > 0:
             raise ValueError(f"truncated_is is a positive cap, such as 2; got {self.truncated_is}")
+        clips = self.loss != "importance_sampling"
+        only_with(self, ("clip_low", "clip_high"), clips, f"loss {self.loss} does not clip", "set loss to ppo, cispo or gspo")
+        only_with(self, ("reward_discount",), self.step_rewards == "to_go", "step_rewards is sum", "set step_rewards to to_go")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +137,30 @@ class GrpoSettings:
             raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
             raise ValueError("dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out")
+        only_with(self.policy_gradient, ("kl_discount",), self.kl.kl_in == "reward", "kl_in is loss", "set kl_in to reward")
 
     @property
     def learning_rate(self) -> float:
         given = self.optim.learning_rate
         return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+
+
+def variant_settings(variant: str, **given: Any) -> GrpoSettings:
+    """What `train.py grpo --variant ...` stands for: a published variant's settings, and over them any setting by its flat name.
+
+    `variant_settings("dapo", max_tokens=512)`. Raises UserError for a variant or a setting that does not exist or fit.
+    """
+    problems: list[str] = []
+    settings = unflatten(GrpoSettings, {"variant": variant, **_variant(variant), **given}, problems, "variant_settings")
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def _variant(name: str) -> dict[str, Any]:
+    if name not in VARIANTS:
+        raise UserError(f"there is no variant {name!r}: one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
 
 
 def adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:

@@ -20,7 +20,7 @@ from rl.advantages import WITHIN_GROUP
 from rl.datums import supervised_datum
 from rl.errors import UserError
 from rl.methods.base import Hosts, Models, Progress, one_pass, with_fields
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, only_with, without_samples
 from rl.types import Datum, Problem, StoredAnswer
 
 
@@ -29,7 +29,7 @@ class RolloutDataSettings(DataSettings):
     """Stored answers with rewards, and problems to be tested on."""
 
     dataset: str = ""
-    """Stored answers: a run's folder (its rollouts are read), a folder of .jsonl files, or one file. Rows as a run writes them, or a prompt with response and reward, or with lists of both."""
+    """Stored answers: a run's folder (its rollouts are read), a folder of .jsonl files, one file, or in a recipe an earlier stage's name (its rollouts). Rows as a run writes them, or a prompt with response and reward, or with lists of both."""
     eval_dataset: str | None = None
     """Problems whose answers are sampled to measure what was learnt (with reward); None: nothing is."""
     prompt_column: str = "auto"
@@ -88,6 +88,15 @@ class OfflineOptions:
             raise ValueError(f"tau is positive, such as 0.1, got {self.tau}")
         if not 0 < self.expectile < 1 or not 0 <= self.gamma <= 1:
             raise ValueError(f"expectile lies between 0 and 1 and gamma from 0 to 1, got {self.expectile} and {self.gamma}")
+        self._check_used()
+
+    def _check_used(self) -> None:
+        learns_value = self.loss == "ilql" or (self.baseline == "learned" and self.loss != "bc")
+        why = f"the loss is {self.loss}"
+        only_with(self, ("baseline",), self.loss in ("dro", "importance_sampling"), why, "set loss to dro or importance_sampling")
+        only_with(self, ("beta",), self.loss == "dro", why, "set loss to dro")
+        only_with(self, ("gamma", "tau", "cql_coef", "expectile"), self.loss == "ilql", why, "set loss to ilql")
+        only_with(self, ("value_coef",), learns_value, f"no value is learnt ({why})", "set loss to ilql, or baseline to learned")
 
     @property
     def needs_behaviour(self) -> bool:
@@ -109,6 +118,7 @@ class OfflineSettings:
     def __post_init__(self) -> None:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        without_samples(self, "offline learns from stored answers")
 
     @property
     def learning_rate(self) -> float:

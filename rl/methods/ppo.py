@@ -18,6 +18,7 @@ from rl.datums import action_tokens, trajectory_to_datums
 from rl.kl import AdaptiveKL, gaps, kl_metrics
 from rl.methods.base import Hosts, Models, Progress, adam_params, divisor, sampler_against_learner, with_fields
 from rl.methods.episode import EpisodeTokens
+from rl.metrics import largest
 from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
 from rl.seeds import derive_seed
 from rl.settings import (
@@ -29,6 +30,7 @@ from rl.settings import (
     OptimSettings,
     SamplingSettings,
     ShapingSettings,
+    only_with,
 )
 from rl.shaping import RewardShaper
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, Trajectory, TrajectoryGroup
@@ -51,7 +53,7 @@ class PpoOptions:
     gae_lambda: float = 0.95
     """Of generalised advantage estimation: 1 is return minus value, 0 one-step."""
     truncated: Literal["bootstrap", "end"] = "bootstrap"
-    """An answer cut off by max_tokens: go on with the value at its end, or count it as ended there."""
+    """An answer cut off by max_tokens, or an episode by its environment: go on with the value at its end, or count it as ended there."""
     normalise_advantages: bool = True
     """Advantages to mean 0 and std 1 over the actions of a batch."""
     value_coef: float = 0.1
@@ -81,6 +83,9 @@ class PpoOptions:
         for name in ("value_coef", "entropy_coef"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is at least 0, got {getattr(self, name)}")
+        own = self.critic_model is not None
+        only_with(self, ("critic_learning_rate",), own, "the value is a head on the policy, which has one rate", "give critic_model")
+        only_with(self, ("value_coef",), not own, "the critic_model is no part of the policy's loss", "leave critic_model out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +107,8 @@ class PpoSettings:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
         if self.learned.comparison_model is not None and self.ppo.group_size == 1:
             raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
-        if self.sampling.dynamic_sampling:
-            raise ValueError("dynamic_sampling looks for groups whose answers differ in reward, and ppo compares none: leave it at 0")
+        why = "it looks for groups whose answers differ in reward, and ppo compares none"
+        only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
 
     @property
     def learning_rate(self) -> float:
@@ -209,7 +214,7 @@ class Ppo:
         tally = _Tally()
         moved: dict[str, float] = {}
         for epoch in range(how.epochs):
-            for i, part in enumerate(_minibatches(datums, settings.optim.num_substeps, progress.batch, epoch)):
+            for i, part in enumerate(_minibatches(datums, settings.optim.num_substeps, progress, epoch)):
                 output = self._update(models, part, params, tally)
                 if epoch == 0 and i == 0:
                     tally.metrics |= sampler_against_learner(part, [o["logprobs"].array for o in output.loss_fn_outputs])
@@ -268,7 +273,9 @@ def _datums(trajectory: Trajectory) -> list[Datum]:
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:
-    return trajectory.transitions[-1].ac.stop_reason == "length"
+    """By max_tokens in its last answer, or by a limit of the environment's own."""
+    last = trajectory.transitions[-1]
+    return last.truncated or last.ac.stop_reason == "length"
 
 
 def _at_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
@@ -295,9 +302,9 @@ def _normalised(datums: Sequence[Datum]) -> list[Datum]:
     return found
 
 
-def _minibatches(datums: Sequence[Datum], n: int, batch: int, epoch: int) -> list[list[Datum]]:
+def _minibatches(datums: Sequence[Datum], n: int, progress: Progress, epoch: int) -> list[list[Datum]]:
     """The datums dealt out at random over n minibatches, anew in each epoch; neighbours stay in order, to share prompts."""
-    order = np.random.default_rng(derive_seed("minibatches", batch, epoch)).permutation(len(datums))
+    order = np.random.default_rng(derive_seed("minibatches", progress.seed, progress.batch, epoch)).permutation(len(datums))
     parts = [[datums[i] for i in sorted(order[k::n])] for k in range(n)]
     return [part for part in parts if part]
 
@@ -318,7 +325,7 @@ class _Tally:
             if name.endswith(":sum"):
                 key = who + name.removesuffix(":sum")
                 self._sums[key] = self._sums.get(key, 0.0) + value
-        self._norms[who] = max(self._norms.get(who, 0.0), update["grad_norm"])
+        self._norms[who] = largest([self._norms.get(who, 0.0), update["grad_norm"]])
         self._skipped += update.get("skipped_nonfinite", 0.0)
         if not who:
             self._tokens, self._updates = self._tokens + tokens, self._updates + 1

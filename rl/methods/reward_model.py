@@ -16,8 +16,8 @@ import numpy as np
 from rl.comparison import Comparison, ComparisonModel, comparison_messages, swapped
 from rl.datums import action_tokens, supervised_datum
 from rl.methods.base import EvaluatesRows, Models, Progress, adam_params, one_pass, substeps
-from rl.metrics import calibration_error
-from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
+from rl.metrics import calibration_error, largest
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings, only_with, without_samples
 from rl.types import Datum, ModelInput, Problem, TensorData
 
 ACCURACY = "test/rewards/accuracies"
@@ -35,12 +35,11 @@ class RewardModelling:
     def __post_init__(self) -> None:
         if not self.centre_coef >= 0:
             raise ValueError(f"centre_coef is at least 0, got {self.centre_coef}")
-        if self.centre_coef and self.form != "scalar":
-            raise ValueError(f"centre_coef belongs to form scalar, and the form is {self.form}")
+        only_with(self, ("centre_coef",), self.form == "scalar", f"the form is {self.form}", "set form to scalar")
 
 
 def _loop() -> LoopSettings:
-    return LoopSettings(keep_best=None)  # best weights are kept without their value head
+    return LoopSettings(keep_best=ACCURACY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,7 @@ class RewardModelSettings:
     def __post_init__(self) -> None:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        without_samples(self, "reward_model learns from the data's answers")
         if self.data.reward is not None or self.data.rewards:
             raise ValueError("a reward model samples no answers that a reward could score: leave reward and rewards out")
 
@@ -78,7 +78,7 @@ class BradleyTerry(EvaluatesRows):
 
     def __init__(self, settings: RewardModelSettings):
         self.settings = settings
-        self.scalar = has_value_head(settings)
+        self.scalar = self.keeps_value_head = has_value_head(settings)
 
     def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
         """scalar: two a row, the preferred answer's first. comparison: two a row, the pair in both orders."""
@@ -105,7 +105,7 @@ class BradleyTerry(EvaluatesRows):
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        metrics = {"optim/lr": params.learning_rate, **_training_metrics(sums), "optim/grad_norm": max(norms)}
+        metrics = {"optim/lr": params.learning_rate, **_training_metrics(sums), "optim/grad_norm": largest(norms)}
         metrics["optim/tokens"] = action_tokens(datums)
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl.datums import supervised_datum
 from rl.methods.base import Models, Progress, one_pass
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, without_samples
 from rl.types import Datum, Problem
 
 
@@ -25,6 +25,7 @@ class SftSettings:
     def __post_init__(self) -> None:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        without_samples(self, "sft learns from the data's answers")
 
     @property
     def learning_rate(self) -> float:

@@ -79,11 +79,13 @@ class Algorithm(ABC, Generic[Config]):
     def update(self, batch: TrajectoryBatch, client: TrainingClient) -> UpdateResult:
         """Trains `client` on the batch, whose every trajectory has its reward.
 
-        Raises UserError, before anything is trained, for a batch that cannot be learnt from.
+        Raises UserError, before anything is trained, for a batch that cannot be learnt from: one without its rewards, drawn
+        greedily, or drawn from weights that were updated since.
         """
         groups = batch.groups()
         if not batch.temperature > 0:
             raise UserError("the batch was drawn greedily (temperature 0), which tells nothing of other answers: sample at 1.0, say")
+        _check_versions(batch, client)
         method = self._method(batch.temperature)
         method.load_state(copy.deepcopy(self._state))
         models = self._models(client)
@@ -111,6 +113,9 @@ class Algorithm(ABC, Generic[Config]):
             )
         return Models(client, {"reference": BaseScorer(client)})
 
+    def _progress(self, models: Models) -> Progress:
+        return Progress(self.updates, self.updates + 1, models.policy.service.seed)
+
     def get_state(self) -> dict[str, Any]:
         """Config, number of updates and the method's state: JSON."""
         return {"algorithm": self.name, "config": asdict(self.config), "updates": self.updates, "method": copy.deepcopy(self._state)}
@@ -127,6 +132,19 @@ class Algorithm(ABC, Generic[Config]):
         algorithm = cls(cls.config_class(**state["config"]), reference=reference)
         algorithm.updates, algorithm._state = state["updates"], copy.deepcopy(dict(state["method"]))
         return algorithm
+
+
+def _check_versions(batch: TrajectoryBatch, client: TrainingClient) -> None:
+    """Raises UserError where a trajectory is not of the client's weights as they are. One without a version is taken as it is."""
+    now = client.version
+    for i, trajectory in enumerate(batch):
+        drawn = trajectory.episode.transitions[-1].ac.version
+        if drawn is not None and drawn != now:
+            raise UserError(
+                f"trajectory {i} was drawn at version {drawn} of the weights, which are at version {now} now: each update takes samples of "
+                "the weights it begins from. Call generate_trajectories before each update; PPOConfig(ppo_epochs=...) learns "
+                "several times from one batch"
+            )
 
 
 class _Normalised(PolicyGradient):
@@ -159,7 +177,7 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
         return _Normalised(settings) if c.normalize_advantages else PolicyGradient(settings)
 
     def _learn(self, method: PolicyGradient, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
-        metrics = method.learn(models, datums, Progress(self.updates, self.updates + 1))
+        metrics = method.learn(models, datums, self._progress(models))
         temperature = {"temperature": method.settings.sampling.temperature}
         after = models.policy.forward(datums, "importance_sampling", temperature).result()
         return metrics | kl_metrics(datums, gaps(datums, [o["logprobs"].array for o in after.loss_fn_outputs]), "optim/approx_kl")
@@ -204,4 +222,4 @@ class PPO(Algorithm[PPOConfig]):
         return super()._models(client)
 
     def _learn(self, method: Ppo, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
-        return method.learn(models, datums, Progress(self.updates, self.updates + 1))
+        return method.learn(models, datums, self._progress(models))

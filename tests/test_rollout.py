@@ -1,0 +1,113 @@
+"""Episodes of several turns, played by a real sampler: what is read and said, rewards of steps and groups, ends, streams."""
+
+import numpy as np
+import pytest
+
+from rl import ServiceClient
+from rl.datums import trajectory_to_datums
+from rl.rollout import rollout
+from rl.types import Env, EnvGroupBuilder, ModelInput, SampledSequence, SamplingParams, StepResult
+
+PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
+MARK = 13  # what the environment says between two answers
+
+
+class Countdown(Env):
+    """Answers each action with a mark. Ends after `turns`: by itself, or (`limit`) cut off. Each step's reward is its number."""
+
+    def __init__(self, first: ModelInput, turns: int, limit: bool):
+        self.first, self.turns, self.limit = first, turns, limit
+        self.read, self.taken = first.to_ints(), 0
+
+    def initial_observation(self):
+        return self.first, None
+
+    def step(self, action: SampledSequence) -> StepResult:
+        self.taken += 1
+        self.read = [*self.read, *action.tokens, MARK]
+        done = self.taken >= self.turns
+        return StepResult(float(self.taken), done, ModelInput.from_ints(self.read), None, {"turn": self.taken}, {}, self.limit and done)
+
+
+class Countdowns(EnvGroupBuilder):
+    def __init__(self, index: int, turns: list[int], limit: bool = False):
+        self.problem_index, self.tag, self.turns, self.limit = index, "count", turns, limit
+        self.first = ModelInput.from_ints([3 + index, 4, 12])
+
+    def make_envs(self):
+        return [Countdown(self.first, turns, self.limit) for turns in self.turns]
+
+    def compute_group_rewards(self, trajectories_G):
+        return [(10.0 * len(t.transitions), {"length": float(len(t.transitions))}) for t in trajectories_G]
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
+        client = service.create_full_training_client("tiny:addition", seed=1)
+        yield client.save_weights_and_get_sampling_client()
+
+
+def said(group):
+    return [[turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G]
+
+
+def test_turns_follow_each_other_and_rewards_add_up(sampler):
+    found = rollout([Countdowns(0, [1, 3]), Countdowns(1, [2, 2], limit=True)], sampler, PARAMS, seed=5)
+    ended, cut = found.groups
+    assert [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)] == [[1, 3], [2, 2]]
+    # 1, and 1 + 2 + 3, of the steps; ten a turn of the group
+    assert ended.get_total_rewards() == [1 + 10, 6 + 30] and cut.get_total_rewards() == [3 + 20, 3 + 20]
+    assert [g.metrics_G for g in found.groups] == [[{"length": 1.0}, {"length": 3.0}], [{"length": 2.0}] * 2]
+    for group in found.groups:
+        for episode in group.trajectories_G:
+            read = [3 + group.problem_index, 4, 12]
+            for i, turn in enumerate(episode.transitions):
+                last = i == len(episode.transitions) - 1
+                assert turn.ob.to_ints() == read and len(turn.ac.tokens) == 3 and turn.metrics == {"turn": i + 1}
+                assert (turn.episode_done, turn.truncated) == (last, last and group is cut)
+                read = [*read, *turn.ac.tokens, MARK]
+            assert episode.final_ob.to_ints() == read
+            # each turn goes on where the one before stopped: one datum, whose mask has a hole at every mark
+            episode.advantage = 1.0
+            (datum,) = trajectory_to_datums(episode)
+            assert datum.loss_fn_inputs["mask"].array.sum() == 3 * len(episode.transitions)
+
+
+def test_an_answer_carries_its_logprobs_at_every_turn(sampler):
+    """As the sampler scores the whole conversation afterwards."""
+    (group,) = rollout([Countdowns(2, [3])], sampler, PARAMS, seed=1).groups
+    (episode,) = group.trajectories_G
+    whole = [*episode.transitions[-1].ob.to_ints(), *episode.transitions[-1].ac.tokens]
+    scored = sampler.compute_logprobs(ModelInput.from_ints(whole)).result()
+    for turn in episode.transitions:
+        start = turn.ob.length
+        np.testing.assert_allclose(turn.ac.logprobs, scored[start : start + 3], atol=1e-5)
+
+
+def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
+    builders = [Countdowns(i, [2, 3]) for i in range(3)]
+    together = rollout(builders, sampler, PARAMS, seed=9)
+    alone = rollout(builders[1:2], sampler, PARAMS, seed=9)
+    other = rollout(builders[1:2], sampler, PARAMS, seed=10)
+    assert said(together.groups[1]) == said(alone.groups[0]) != said(other.groups[0])
+    first, second = said(alone.groups[0])
+    assert first != second[:2]  # members of a group draw from streams of their own
+    twice = rollout([builders[1], builders[1]], sampler, PARAMS, seed=9)  # one problem twice in a batch: two streams
+    assert said(twice.groups[0]) == said(alone.groups[0]) != said(twice.groups[1])
+
+
+def test_a_group_reads_its_prompt_once_and_later_turns_one_by_one(sampler):
+    counters = rollout([Countdowns(0, [2, 2, 2])], sampler, PARAMS, seed=0).counters
+    # three tokens once, then three conversations of 3 + 3 + 1 tokens; every answer has three tokens
+    assert counters["prefill_tokens"] == 3 + 3 * 7 and counters["emitted_tokens"] == 6 * 3
+
+
+def test_an_episode_without_end_is_an_error(sampler):
+    with pytest.raises(RuntimeError, match=r"2 episodes have not ended after 4 turns \(problem 7 first\)"):
+        rollout([Countdowns(1, [1]), Countdowns(7, [99, 99])], sampler, PARAMS, seed=0, max_turns=4)
+
+
+def test_a_group_without_members_is_named(sampler):
+    with pytest.raises(ValueError, match="the group of problem 4 .count. has no environments"):
+        rollout([Countdowns(4, [])], sampler, PARAMS, seed=0)
