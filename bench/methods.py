@@ -170,7 +170,7 @@ def keep(found: list[dict[str, Any]]) -> None:
             rows = list(csv.DictReader(file))
     replaced = {(row["method"], str(row["seed"])) for row in found}
     rows = [row for row in rows if (row["method"], row["seed"]) not in replaced] + found
-    order = list(METHODS)
+    order = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))  # those of other versions of this script last
     write_table(TABLE, sorted(rows, key=lambda row: (order.index(row["method"]), int(row["seed"]))))
 
 

@@ -185,7 +185,7 @@ def without_unused(cls: type, given: Mapping[str, Given], spare: Collection[str]
             return left, unused
         except UnusedSetting as error:
             unused[error.name] = str(error)
-            spare = [name for name in spare if name != error.name]  # were it a default's fault, it would be no use to go on
+            spare = [name for name in spare if name != error.name]  # so that it ends, whatever a class's defaults are
             left.pop(error.name, None)
 
 

@@ -253,6 +253,8 @@ class StageHosts:
     def load(self, target: str) -> SamplingClient:
         if target in self.earlier:
             return self.service.create_sampling_client(model_path=self.earlier[target])
+        if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
+            return self.policy.get_base_sampling_client()  # it is there already, under the adapter
         return open_weights(target).sampler(self.service)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:

@@ -15,6 +15,7 @@ import torch
 from rl import types
 from rl.datums import check_datum
 from rl.driver import Driver
+from rl.errors import UserError
 from rl.futures import APIFuture, IsItsOwnFuture, SavedState
 from rl.loss_terms import check_config
 from rl.losses import CUSTOM, VALUES, LossSpec, get_loss
@@ -277,6 +278,17 @@ class TrainingClient(IsItsOwnFuture):
         saved = [] if name is None else [self.save_weights_for_sampler(name)._future]
         version_id = self._service._next_version_id()
         created = self._driver.submit("snapshot", self.model_id, version_id, after=saved)
+        return SamplingClient(self._service, self._driver, version_id, created, self.info)
+
+    def get_base_sampling_client(self) -> SamplingClient:
+        """An extension: a sampling client of the base model under the LoRA adapter, whose weights it shares with the policy's sampler.
+
+        Raises UserError for a client that trains full weights: it keeps no base.
+        """
+        if self.info["lora_rank"] is None:
+            raise UserError("get_base_sampling_client needs a LoRA client: one that trains full weights has no other ones beside them")
+        version_id = self._service._next_version_id()
+        created = self._driver.submit("snapshot_base", self.model_id, version_id)
         return SamplingClient(self._service, self._driver, version_id, created, self.info)
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:

@@ -185,11 +185,7 @@ class Worker:
         learner = self.learners[model_id]
         decoder = self.latest.get(model_id)
         if decoder is None:
-            decoder = make_decoder(
-                learner.shell, dtype=self.sampler_dtype, device=self.accelerator.device, kind=self.settings.sampler.kind
-            )
-            if learner.shell is not learner.model:
-                decoder.load_(learner.weights(frozen=True))
+            decoder = self._decoder_of(learner)
         else:
             if any(v.decoder is decoder for v in self.versions.values()):  # somebody still samples from it
                 decoder = decoder.fork()
@@ -199,6 +195,25 @@ class Worker:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # copies are queued; what is reported is when they are done
         return {"version": learner.version, "seconds": time.perf_counter() - begin}
+
+    def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
+        """The base model under the learner's LoRA adapter: the adapter's B matrices are 0, the base weights those of its sampler."""
+        begin = time.perf_counter()
+        learner = self.learners[model_id]
+        if model_id not in self.latest:
+            self.latest[model_id] = self._decoder_of(learner)
+        decoder = self.latest[model_id].fork()
+        shapes = {name: learner.parameter_shapes[name] for name in learner.trainable if ".lora_B." in name or ".lora_embedding_B." in name}
+        decoder.load_((name, torch.zeros(shape)) for name, shape in shapes.items())
+        self.versions[version_id] = SamplerVersion(decoder, learner.loaded, 0, None)
+        return {"version": 0, "seconds": time.perf_counter() - begin}
+
+    def _decoder_of(self, learner: Learner) -> Decoder:
+        where, kind = self.accelerator.device, self.settings.sampler.kind
+        decoder = make_decoder(learner.shell, dtype=self.sampler_dtype, device=where, kind=kind)
+        if learner.shell is not learner.model:
+            decoder.load_(learner.weights(frozen=True))
+        return decoder
 
     def load_sampler(
         self, version_id: int, path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0

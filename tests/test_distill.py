@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import make_worker
 from whole_runs import train, two_and_two
 
 from rl import ServiceClient
@@ -23,9 +24,11 @@ from rl.methods.distill import (
     teacher_of,
 )
 from rl.models import load_model, load_tokenizer
+from rl.prepare import StageHosts
 from rl.renderers import get_renderer
 from rl.scoring import vocabulary_difference
-from rl.types import Datum, ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
+from rl.settings import ModelSettings
+from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
 
 
 def settings(**kwargs) -> DistillSettings:
@@ -140,6 +143,37 @@ def supervised(prompt, answer) -> Datum:
 
 def logits(seed: int, tokens: list[int]) -> torch.Tensor:
     return load_model("tiny:addition", seed=seed).model.double()(input_ids=torch.tensor([tokens])).logits[0]
+
+
+def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
+    """It answers as the base loaded by itself does, before and after the adapter is trained, and all but adapters is shared."""
+    worker = make_worker(lora=LoraConfig(rank=4))
+    worker.snapshot_base(0, 1)
+    worker.snapshot(0, 2)
+    own, other = (worker.versions[i].decoder.weights.buffers for i in (2, 1))
+    assert {key for key in own if own[key] is not other[key]} == {key for key in own if "lora" in key} != set()
+    load_model("tiny:addition", seed=5).model.save_pretrained(str(tmp_path / "base"))
+    load_tokenizer("tiny:addition").save_pretrained(str(tmp_path / "base"))
+    with ServiceClient(output_dir=tmp_path / "out") as service:
+        loaded = service.create_sampling_client(base_model=str(tmp_path / "base"))
+        student = service.create_lora_training_client(str(tmp_path / "base"), rank=4, seed=3)
+        hosts = StageHosts(service, student, ModelSettings(base_model=str(tmp_path / "base"), lora_rank=4), None, {}, 0)
+        prompts = [ModelInput.from_ints([*prompt, *answer]) for prompt, answer in SEQUENCES]
+
+        def scores(client):
+            return np.concatenate([one[1:] for one in client.compute_logprobs_many(prompts).result()])
+
+        teachers = [hosts.load(str(tmp_path / "base"))]
+        for _ in range(3):
+            student.forward_backward([supervised(*one) for one in SEQUENCES], "cross_entropy")
+            student.optim_step(AdamParams(learning_rate=1e-2)).result()
+        policy = student.save_weights_and_get_sampling_client()
+        teachers.append(hosts.load(str(tmp_path / "base")))
+        for teacher in teachers:
+            np.testing.assert_allclose(scores(teacher), scores(loaded), atol=1e-5)
+        assert np.abs(scores(policy) - scores(loaded)).max() > 0.1
+        with pytest.raises(UserError, match="needs a LoRA client"):
+            service.create_full_training_client("tiny:addition").get_base_sampling_client()
 
 
 @pytest.mark.parametrize(("alpha", "temperature"), [(0.5, 2.0), (1.0, 3.0), (0.0, 2.0), (0.25, 1.0)])

@@ -107,12 +107,26 @@ def test_published_files(shared_data):
     assert sum(a.reward for p in grade for a in p.answers) == text.count('"is_correct": true')
 
 
+def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
+    """Its answers came without logprobs: the first batch is scored by the very weights that learn from it, and the console says so."""
+    data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
+    rows = train(f"offline --dataset {data} --base-model tiny:ascii --train-limit 3 --steps 2 --batch-size 2", tmp_path / "run")
+    assert abs(rows[0]["optim/kl_behaviour_v1"]) < 1e-5 and rows[0]["optim/tokens"] > 500 and rows[0]["progress/epoch"] == pytest.approx(2 / 3)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "The stored answers have no logprobs: the policy as it is at the beginning scores them" in said
+
+
 def test_a_gzipped_file_and_nothing_at_all(tmp_path):
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write(json.dumps({"prompt": "a?", "response": "x", "reward": 1}))
     assert len(load_rollouts(tmp_path / "rows.jsonl.gz")) == 1
     (tmp_path / "empty").mkdir()
-    for path, says in ((tmp_path / "empty", "holds no rollouts"), (tmp_path / "absent", "do not exist")):
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    for path, says in (
+        (tmp_path / "outer", r"outer holds no rollouts \(.jsonl\) \(only folders: inner\)"),
+        (tmp_path / "empty", "holds no rollouts"),
+        (tmp_path / "absent", "do not exist"),
+    ):
         with pytest.raises(UserError, match=says):
             load_rollouts(path)
 
@@ -412,6 +426,7 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         renderer = make_renderer(policy, None)
         for answer, says in (
             (StoredAnswer(1.0, prompt_tokens=(1,), tokens=(99,), place="a line 3"), "a line 3: token 99 is none of the policy's 14"),
+            (StoredAnswer(1.0, "ten", place="a line 5"), "tokenizer has no tokens for some of the text .*ten.*: take a model"),
             (StoredAnswer(1.0, "1" * 600, place="a line 4"), "a line 4: prompt and answer take 60. tokens, .* context holds 512"),
         ):
             row = Problem([{"role": "user", "content": "1+1="}], answers=(answer,))

@@ -316,7 +316,7 @@ def test_sampler_and_learner_agree_and_everything_is_reported(service):
 
 
 def test_a_critic_learns_beside_a_policy_without_a_head(service):
-    _, models, datums, metrics, before = learn_once(service, critic=True, reference=False, critic_learning_rate=1e-3)
+    _, models, datums, metrics, before = learn_once(service, critic=True, reference=False, critic_model="policy", critic_learning_rate=1e-3)
     assert not models.policy.info["value_head"] and metrics["optim/critic_grad_norm"] > 0
     inputs = [d.model_input for d in datums]
     after = models.critic.compute_values(inputs).result()

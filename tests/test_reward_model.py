@@ -421,36 +421,42 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
 def largest_digit_rows(path: Path) -> Path:
     """Of three digits the largest is right; `response`: one of the three, so that a model taught it is right for four in ten.
 
-    `rejected` is any other digit, whether the prompt has it or not: what the pairs do not cover, RLHF finds. (With those of the
-    prompt alone held-out pairs are all ranked right, and the policy learns to say 9 to everything.)
+    Each prompt has three rows, one after the other. `rejected` is any other digit, whether the prompt has it or not: what the
+    pairs do not cover, RLHF finds. (Where pairs were of the prompt's digits alone, a reward model ranked all those held out
+    right, and PPO on it took the true reward from 0.30 to 0.05.)
     """
     rng, rows = np.random.default_rng(0), []
-    for digits in itertools.product(range(10), repeat=3):
-        best = max(digits)
-        wrong = rng.choice([d for d in range(10) if d != best])
-        said = {"response": str(rng.choice(digits)), "answer": str(best), "chosen": str(best), "rejected": str(wrong)}
-        rows.append({"prompt": "".join(map(str, digits)) + "=", **said})
-    path.write_text("\n".join(json.dumps(rows[i]) for i in rng.permutation(len(rows))))
+    for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
+        best = str(max(digits))
+        for wrong in rng.choice([str(d) for d in range(10) if str(d) != best], 3, replace=False):
+            said = {"response": str(rng.choice(digits)), "answer": best, "chosen": best, "rejected": str(wrong)}
+            rows.append({"prompt": "".join(map(str, digits)) + "=", **said})
+    path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
 @pytest.mark.slow
 def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
-    """The true one, exact_match on held-out prompts, is never learnt from."""
+    """The true one, exact_match on held-out prompts, is never learnt from.
+
+    Answers are a digit and an end mark; longer ones, which no pair shows, lose reward (a score without an end mark means nothing).
+    """
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "stages:\n"
         "  - {method: sft, response_column: response, steps: 100, learning_rate: 3e-3, warmup_steps: 10, batch_size: 64, eval_every: 0}\n"
-        "  - {method: reward_model, steps: 150, learning_rate: 2e-3, warmup_steps: 10, batch_size: 64, eval_every: 150}\n"
+        "  - {method: reward_model, steps: 200, learning_rate: 2e-3, warmup_steps: 10, batch_size: 64, eval_every: 200}\n"
         "  - {method: rlhf, base_model: sft, reward_model: reward_model, reward: exact_match, data_format: columns, eval_every: 30,\n"
-        "     steps: 30, learning_rate: 1e-3, batch_size: 128, normalise_rewards: true, temperature: 1.0, max_tokens: 2}\n"
+        "     steps: 30, learning_rate: 1e-3, batch_size: 128, normalise_rewards: true, temperature: 1.0, max_tokens: 4,\n"
+        "     overlong_share: 0.5, overlong_penalty: 20}\n"
         f"dataset: {largest_digit_rows(tmp_path / 'rows.jsonl')}\nschedule: linear\nsave_every: 0\nrollouts_every: 0\n"
+        "eval_limit: 300  # the last hundred prompts\n"
     )
     rows = train(str(recipe), tmp_path / "run")
     model = [row for row in rows if row["stage"] == "reward_model" and "test/loss" in row][-1]
     assert model["test/rewards/accuracies"] > 0.95
     first, last = (row for row in rows if row["stage"] == "rlhf" and "test/env/all/correct" in row)
-    assert first["test/env/all/correct"] < 0.5 and last["test/env/all/correct"] > 0.75
+    assert first["test/env/all/correct"] < 0.5 and last["test/env/all/correct"] > 0.85
     near_right = 0.75 * model["test/rewards/chosen"] + 0.25 * model["test/rewards/rejected"]
     assert first["test/env/all/reward/learned"] < near_right < last["test/env/all/reward/learned"]
     print({name: (first[name], last[name]) for name in ("test/env/all/correct", "test/env/all/reward/learned")})

@@ -109,7 +109,9 @@ def _files(path: Path, steps: range | None) -> list[Path]:
     if steps is not None:
         found = [file for file in found if _step(file) in steps]
     if not found:
-        raise UserError(f"{folder} holds no rollouts (.jsonl): a run writes them every rollouts_every steps")
+        within = ", ".join(sorted(inner.name for inner in folder.iterdir() if inner.is_dir())[:8])
+        within = f" (only folders: {within})" if within else ""
+        raise UserError(f"{folder} holds no rollouts (.jsonl){within}: a run writes them every rollouts_every steps")
     return found
 
 

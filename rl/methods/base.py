@@ -68,7 +68,10 @@ class Hosts(Protocol):
         ...
 
     def load(self, target: str) -> SamplingClient:
-        """The final weights of an earlier stage (by its name), of a run's folder, or those of a model folder or hub name."""
+        """The final weights of an earlier stage (by its name), of a run's folder, or those of a model folder or hub name.
+
+        The base model under the policy's own adapter is not loaded once more.
+        """
         ...
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:

@@ -47,8 +47,19 @@ class Renderer(ABC):
         """Sampled tokens as a message, without what ended it; False where nothing did (cut off by the length limit)."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of the text alone, without the tokenizer's own BOS or EOS; special tokens written in it are recognised."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Tokens of the text alone, without the tokenizer's own BOS or EOS; special tokens written in it are recognised.
+
+        UserError where the vocabulary lacks some of it and has no token for what is unknown.
+        """
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # tokenizers raises nothing narrower for that
+            if "[UNK]" not in str(error):
+                raise
+            raise UserError(
+                f"the model's tokenizer has no tokens for some of the text {text[:60]!r}: take a model (base_model) or a tokenizer "
+                "whose vocabulary covers the data"
+            ) from error
 
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
         """`text` as tokens, in pieces that meet at the character positions `cuts` (ascending).
