@@ -19,7 +19,7 @@ from rl.memory_plan import GIB, ROOM, Held, Launch, MicroBatch, ModelShape, Work
 from rl.memory_trace import Arithmetic, Skeleton
 from rl.methods import METHODS
 from rl.plan_page import Device, StageNeeds, gib, print_plans
-from rl.prepare import begins_after, names_its_model
+from rl.prepare import begins_after
 from rl.settings import ModelSettings
 from rl.types import LoraConfig
 
@@ -58,9 +58,10 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
     found = []
     chosen = [stage.settings for stage in run.stages] if settings is None else list(settings)
     for i, stage in enumerate(run.stages):
-        base = next(chosen[j].model for j in range(i, -1, -1) if j == 0 or names_its_model(run.stages, j))
-        model = replace(chosen[i].model, base_model=base.base_model, tokenizer=base.tokenizer)
-        before = begins_after(run.stages, i)
+        first, before = i, begins_after(run.stages, i)
+        while (earlier := begins_after(run.stages, first)) is not None:
+            first = earlier
+        model = replace(chosen[i].model, base_model=chosen[first].model.base_model, tokenizer=chosen[first].model.tokenizer)
         adapter = bool(model.lora_rank) and (before is None or not chosen[before].model.lora_rank)
         found.append(_needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter))
     return found

@@ -171,13 +171,15 @@ def names_its_model(stages: Sequence[StagePlan], index: int) -> bool:
 def begins_after(stages: Sequence[StagePlan], index: int) -> int | None:
     """The stage whose final weights a stage begins from: the one it names as its base_model, else the one before.
 
-    None where it begins from a base model.
+    After a reward model, which is a judge and no policy, it begins where that began. None where it begins from a base model.
     """
     earlier = [stage.name for stage in stages[:index]]
     asked = stages[index].settings.model.base_model
     if asked in earlier:
         return earlier.index(asked)
-    return None if names_its_model(stages, index) else index - 1
+    if names_its_model(stages, index):
+        return None
+    return begins_after(stages, index - 1) if stages[index - 1].method == "reward_model" else index - 1
 
 
 def make_policy(
@@ -289,6 +291,13 @@ class StageHosts:
 def check_weights(stages: Sequence[StagePlan]) -> None:
     """Raises UserError where weights that a stage's method needs (a teacher, a reference) are neither an earlier stage's nor there."""
     for i, plan in enumerate(stages):
+        base, before = plan.settings.model.base_model, stages[max(0, i - 1)]
+        if before.method == "reward_model" and begins_after(stages, i) is None and not names_its_model(stages, i):
+            if before.settings.model.base_model != base:
+                raise UserError(
+                    f"the stage {plan.name} comes after a reward model, which is a judge and no policy: name the model that it is to begin "
+                    f"from, base_model: {before.settings.model.base_model} for the one that the reward model began from"
+                )
         for target in METHODS[plan.method].weights(plan.settings):
             if target not in {stage.name for stage in stages[:i]}:
                 open_weights(target)

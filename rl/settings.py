@@ -243,6 +243,8 @@ class ShapingSettings:
     """An answer in the last such share of max_tokens loses reward, linearly up to overlong_penalty (DAPO, arXiv 2503.14476, equation 13); 0: off."""
     overlong_penalty: float = 1.0
     """What an answer of max_tokens loses."""
+    cut_off_penalty: float = 0.0
+    """What an episode loses whose last answer max_tokens cut off. A reward model has read answers that end, and may like one that does not (TRL's missing_eos_penalty)."""
     normalise_rewards: bool = False
     """Divide by the standard deviation of all rewards so far (running statistics, saved with the run). Their mean is subtracted first where an answer is credited with one total (grpo and reinforce with step_rewards sum); rewards of single steps are not centred (ppo, rlhf, step_rewards to_go), so that a longer episode earns no more."""
     reward_scale: float = 1.0
@@ -254,6 +256,7 @@ class ShapingSettings:
         if not 0 <= self.overlong_share < 1:
             raise ValueError(f"overlong_share is a share of max_tokens from 0 (off) to below 1, such as 0.2, got {self.overlong_share}")
         _at_least("overlong_penalty", self.overlong_penalty, 0)
+        _at_least("cut_off_penalty", self.cut_off_penalty, 0)
         only_with(self, ("overlong_penalty",), self.overlong_share > 0, "overlong_share is 0, which is off", "give overlong_share, such as 0.2")
         for name in ("reward_scale", "reward_clip"):
             value = getattr(self, name)

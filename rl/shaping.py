@@ -50,7 +50,7 @@ def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float)
 
 
 class RewardShaper:
-    """Shapes a batch's rewards: overlong penalty, then (r - mean) / std of all so far, then scale, then clipping.
+    """Shapes a batch's rewards: penalties of length, then (r - mean) / std of all so far, then scale, then clipping.
 
     The running statistics are of total rewards, this batch's included. `state` is what a resumed run needs.
     """
@@ -76,7 +76,7 @@ class RewardShaper:
         return [[[self._shape(r, 0.0) for r in steps] for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
 
     def _steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
-        """Rewards of each step; a group's final rewards and the overlong penalty count for the last one."""
+        """Rewards of each step; a group's final rewards and the penalties count for the last one."""
         s = self.settings
         penalties, rewards_P_G_N = [], []
         for group in groups:
@@ -86,6 +86,8 @@ class RewardShaper:
                 penalty = overlong_penalty(_longest(trajectory), self.max_tokens, s.overlong_share, s.overlong_penalty)
                 penalties.append(penalty)
                 steps[-1] = steps[-1] + final - penalty
+                if trajectory.transitions[-1].ac.stop_reason == "length":
+                    steps[-1] -= s.cut_off_penalty
                 rewards_G_N.append(steps)
             rewards_P_G_N.append(rewards_G_N)
         self.metrics = {"reward/overlong_penalty": sum(penalties) / max(1, len(penalties))} if s.overlong_share else {}

@@ -7,18 +7,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from whole_runs import train, two_and_two
+from whole_runs import RECIPE, train, two_and_two
 
 from rl import ServiceClient, run, stage
+from rl.cli import parse
 from rl.data.problem_set import ProblemSet
 from rl.data.rollouts import filtered, load_rollouts
 from rl.errors import UserError
 from rl.losses import get_loss
+from rl.methods import METHODS
 from rl.methods.base import Models
 from rl.methods.offline import Offline, OfflineOptions, OfflineSettings, check_answers, remark
 from rl.prepare import make_renderer
 from rl.renderers import get_renderer
-from rl.settings import LoopSettings
+from rl.settings import LoopSettings, RunSettings
 from rl.types import Problem, StoredAnswer
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -110,9 +112,13 @@ def test_published_files(shared_data):
 def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
     """Its answers came without logprobs: the first batch is scored by the very weights that learn from it, and the console says so."""
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
-    rows = train(f"offline --dataset {data} --base-model tiny:ascii --train-limit 3 --steps 2 --batch-size 2", tmp_path / "run")
-    assert abs(rows[0]["optim/kl_behaviour_v1"]) < 1e-5 and rows[0]["optim/tokens"] > 500 and rows[0]["progress/epoch"] == pytest.approx(2 / 3)
-    said = " ".join(capsys.readouterr().err.split())
+    model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
+    words = f"offline --dataset {data} {model} --train-limit 3 --steps 1 --batch-size 2 --output-dir {tmp_path / 'run'}"
+    run.execute(parse(words.split(), METHODS, RECIPE, options=RunSettings))
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/tokens"] > 500 and row["progress/epoch"] == pytest.approx(2 / 3)
+    shown = capsys.readouterr()
+    said = " ".join((shown.out + shown.err).split())
     assert "The stored answers have no logprobs: the policy as it is at the beginning scores them" in said
 
 

@@ -14,17 +14,19 @@ from safetensors.torch import load_file, save_file
 from test_dpo import largest_digit_pairs
 from whole_runs import final_weights, train, two_and_two
 
-from rl import ServiceClient, checkpoint
+from rl import ServiceClient, checkpoint, cli
 from rl.comparison import LABELS, Comparison, ComparisonModel, Verdict, comparison_messages, swapped
 from rl.data.addition import addition
 from rl.environments import ProblemGroupBuilder
 from rl.errors import UserError
 from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.losses import get_loss
+from rl.methods import METHODS
 from rl.methods.reward_model import compared_pair, preference_metrics, scored_pair
 from rl.metrics import calibration_error
 from rl.packing import LAYOUTS
-from rl.prepare import make_renderer
+from rl.prepare import begins_after, check_weights, make_renderer
+from rl.settings import RunSettings
 from rl.types import Datum, ModelInput, Problem, SampledSequence, Trajectory, TrajectoryGroup, Transition
 from rl.worker import ModelSpec
 
@@ -460,6 +462,23 @@ def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     near_right = 0.75 * model["test/rewards/chosen"] + 0.25 * model["test/rewards/rejected"]
     assert first["test/env/all/reward/learned"] < near_right < last["test/env/all/reward/learned"]
     print({name: (first[name], last[name]) for name in ("test/env/all/correct", "test/env/all/reward/learned")})
+
+
+def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
+    def begins(top, *stages):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text("stages:\n" + "".join(f"  - {{{stage}}}\n" for stage in stages) + f"steps: 1\n{top}\n")
+        run = cli.read([str(recipe)], METHODS, recipe, RunSettings)
+        check_weights(run.stages)
+        return [begins_after(run.stages, i) for i in range(len(run.stages))]
+
+    rm, rlhf = "method: reward_model", "method: rlhf, reward_model: reward_model"
+    assert begins("base_model: tiny:ascii", "method: sft", rm, rlhf) == [None, 0, 0]
+    assert begins("base_model: tiny:ascii", rm, rlhf) == begins("", rm, rlhf) == [None, None]
+    assert begins("", rm, rm + ", name: second", rlhf) == [None, None, None]
+    assert begins("", rm, rlhf, "method: sft") == [None, None, 1]
+    with pytest.raises(UserError, match="the stage rlhf comes after a reward model.*base_model: tiny:ascii"):
+        begins("", rm + ", base_model: tiny:ascii", rlhf)
 
 
 @pytest.mark.slow

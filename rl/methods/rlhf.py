@@ -11,18 +11,24 @@ from typing import Any
 from rl.errors import UserError
 from rl.methods import ppo
 from rl.methods.ppo import PpoSettings
-from rl.settings import DataSettings
+from rl.settings import DataSettings, ShapingSettings
 
 
 def _data() -> DataSettings:
     return DataSettings(reward=None)
 
 
+def _shaping() -> ShapingSettings:
+    # A reward model's scores have the scale that its training left them: as they are, their value loss may drown the policy's.
+    return ShapingSettings(normalise_rewards=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RlhfSettings(PpoSettings):
-    """PPO on the scores of a reward model, held near the policy that it began from."""
+    """PPO on the scores of a reward model, held near the policy that it began from. Scores are divided by their running std."""
 
     data: DataSettings = field(default_factory=_data)
+    shaping: ShapingSettings = field(default_factory=_shaping)
 
 
 def weights(settings: Any) -> list[str]:
