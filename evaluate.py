@@ -53,8 +53,9 @@ def main(args: argparse.Namespace) -> None:
     from rl.environments import ProblemGroupBuilder
     from rl.errors import UserError
     from rl.evaluation import answer_rows, figures
+    from rl.hosts import make_renderer
     from rl.jsonl import finite, write_atomically
-    from rl.prepare import held_out_problems, make_renderer, reward_of
+    from rl.prepare import held_out_problems, reward_of
     from rl.reopen import open_weights
     from rl.rewards import Scorer
     from rl.rollout import rollout

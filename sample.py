@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rl.prepare import make_renderer
+    from rl.hosts import make_renderer
     from rl.reopen import open_weights
     from rl.settings import DataSettings, SamplingSettings
     from rl.types import SamplingParams

@@ -30,8 +30,8 @@ LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}  # Whetstone's name to TRL's
 
 def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
     """The stage as Whetstone's command line would make it; the TRL side takes its pairs and their order from here."""
-    from rl.cli import Stage as StagePlan
     from rl.methods.dpo import DpoSettings, PreferenceSettings
+    from rl.run_plan import StagePlan
     from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings
 
     settings = DpoSettings(
@@ -46,10 +46,11 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
 
 def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> list[dict[str, float]]:
     """`train_offline` on a real Stage that keeps its metrics instead of logging them."""
+    from rl.hosts import StageHosts, make_policy, make_renderer
     from rl.methods import METHODS
     from rl.methods.base import Models
     from rl.offline import train_offline
-    from rl.prepare import StageHosts, make_policy, make_renderer, prepare, worker_settings
+    from rl.prepare import prepare, worker_settings
     from rl.service import ServiceClient
     from rl.stage import Stage
 

@@ -169,8 +169,9 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
 
 def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     """The completions as trajectory groups, scored and rewarded by Whetstone. ValueError where a group has no signal."""
+    from rl.episodes import Trajectory, TrajectoryGroup, Transition
     from rl.rollout import is_mixed
-    from rl.types import ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
+    from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
     logprobs = sampler.compute_logprobs_many([ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]).result()

@@ -91,8 +91,8 @@ class Turns:
 
 def grpo_plan(args: argparse.Namespace) -> Any:
     """The stage as Whetstone's command line would make it; the TRL side takes its problems, order and reward from here."""
-    from rl.cli import Stage as StagePlan
     from rl.methods.grpo import GrpoSettings, PolicyGradientSettings
+    from rl.run_plan import StagePlan
     from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
 
     settings = GrpoSettings(
@@ -108,11 +108,12 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by `Turns`."""
+    from rl.hosts import make_policy, make_renderer
     from rl.interrupts import StopRequest
     from rl.methods import METHODS
     from rl.methods.base import Models
     from rl.online import train_online
-    from rl.prepare import make_policy, make_renderer, prepare, worker_settings
+    from rl.prepare import prepare, worker_settings
     from rl.service import ServiceClient
     from rl.stage import Stage
 
@@ -243,8 +244,9 @@ def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
 def accuracies(args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[int, float]]:
     """Held-out sampled accuracy of every weights folder: one evaluator, the same random streams for all."""
     from rl.environments import ProblemGroupBuilder
+    from rl.hosts import make_renderer
     from rl.metrics import group_metrics
-    from rl.prepare import make_renderer, prepare, worker_settings
+    from rl.prepare import prepare, worker_settings
     from rl.rollout import rollout
     from rl.service import ServiceClient
     from rl.types import SamplingParams

@@ -10,6 +10,7 @@ lo and hi are absolute ratios (0.8 and 1.2, not 0.2). A reference adds kl_coef t
     k1  lp - ref                     its gradient is 0 in expectation: for measuring, not for training
     k2  (lp - ref)^2 / 2             its gradient is that of the KL, on policy
     k3  e^(ref - lp) - (ref - lp) - 1
+(each differentiated as it stands, and not weighted by r; the clients' `kl_coef`, in rl.loss_terms, gives all three the KL's gradient)
 Tokens that are not active are selected away before any exp: what stands there, NaN included, changes nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The command line: `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `Run`, and a `Run` to the config.json of its folder.
+"""The command line: `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `Run`.
 
 Later words win: a setting's default, a recipe's top level, a recipe's stage, the flags on the line. A top-level setting and
 a flag reach every stage that has it, but for those in which it has no effect (an error where that is all of them). Every mistake
@@ -11,54 +11,14 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from rl import help_pages
-from rl.fields import Given, SettingsError, as_flags, build, fields_of, flatten, nearest, show, unflatten, without_unused, words_of
+from rl.fields import Given, SettingsError, as_flags, build, fields_of, nearest, without_unused, words_of
 from rl.recipe import Recipe, RecipeStage, read_recipe
+from rl.run_plan import MethodSpec, Run, StagePlan
 
 HELP_WORDS = ("-h", "--help")
-
-
-class MethodSpec(Protocol):
-    """A method on the command line: its settings class and one line on what it does."""
-
-    @property
-    def settings(self) -> type: ...
-
-    @property
-    def summary(self) -> str: ...
-
-    @property
-    def variants(self) -> Mapping[str, Mapping[str, Any]]:
-        """By the value of the setting `variant`, the flat settings that this stands for where they are not given."""
-        ...
-
-
-class RunOptions(Protocol):
-    """What the run-level settings class must hold for this module; the rest of it is passed through."""
-
-    @property
-    def name(self) -> str | None: ...
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a run. `settings` is an instance of the method's settings class."""
-
-    method: str
-    name: str
-    settings: Any
-
-
-@dataclass(frozen=True)
-class Run:
-    """What was asked for: stages in order, run-level `options`, and the recipe it came from, if any."""
-
-    name: str
-    stages: tuple[Stage, ...]
-    options: Any
-    recipe: str | None = None
 
 
 # ------------------------------------------------------------------------------------------------------ reading the line
@@ -213,6 +173,11 @@ def _stage_names(stages: Sequence[RecipeStage]) -> list[str]:
     return [f"{name}-{wanted[:i].count(name) + 1}" if wanted.count(name) > 1 else name for i, name in enumerate(wanted)]
 
 
+def _names_one_of(given: Given | None, names: Sequence[str]) -> bool:
+    """Whether a stage asks by name to begin from an earlier one: a model on the line is the one that the first begins from."""
+    return given is not None and len(given.words) == 1 and given.words[0] in names
+
+
 def _known_stages(plan: _Plan, methods: Mapping[str, MethodSpec], problems: list[str]) -> list[RecipeStage]:
     known = []
     for stage in plan.stages:
@@ -244,25 +209,28 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
     named = " or ".join(tables) or "any method"
     _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
 
-    typed = found if plan.recipe else known  # what may stand in a recipe is called by its name there
+    typed = (found if plan.recipe else known) - methods.keys()  # what may stand in a recipe is called by its name there
     options_value = _build(options, {k: v for k, v in {**plan.shared, **found}.items() if k in option_table}, problems, plan, typed)
-    built: list[Stage] = []
+    built: list[StagePlan] = []
     used: set[str] = set()
     unused: dict[str, str] = {}  # what is given for all stages is for those in which it has an effect, if there is one
-    for stage, name in zip(stages, _stage_names(stages), strict=True):
+    names = _stage_names(stages)
+    for stage, name in zip(stages, names, strict=True):
         method = str(stage.method)
         for key in [key for key in stage.given if key in option_table]:
             problems.append(f"{stage.given[key].place}: holds for the whole run; move it to the recipe's top level")
         own = {key: value for key, value in stage.given.items() if key not in option_table}
         _check_keys(own, tables[method], method, problems)
-        merged = {k: v for k, v in {**plan.shared, **own, **found}.items() if k in tables[method]}
-        merged = {**_variant(methods[method], merged.get("variant")), **merged}
+        line = {key: value for key, value in found.items() if key != "base_model" or not _names_one_of(own.get(key), names[: len(built)])}
+        merged = {k: v for k, v in {**plan.shared, **own, **line}.items() if k in tables[method]}
+        implied = {k: v for k, v in _variant(methods[method], merged.get("variant")).items() if k not in merged}
         prefix = f"stage {name}: " if len(stages) > 1 else ""
-        if len(stages) > 1:
-            merged, left_out = without_unused(methods[method].settings, merged, {*plan.shared, *found} - (own.keys() - found.keys()))
-            unused |= {key: f"{prefix}{text}" for key, text in left_out.items()}
+        # What a variant stands for gives way without a word to what was asked for.
+        spare = {*implied, *(({*plan.shared, *line} - (own.keys() - line.keys())) if len(stages) > 1 else ())}
+        merged, left_out = without_unused(methods[method].settings, {**implied, **merged}, spare)
+        unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
         used |= merged.keys()
-        built.append(Stage(method, name, _build(methods[method].settings, merged, problems, plan, typed, prefix)))
+        built.append(StagePlan(method, name, _build(methods[method].settings, merged, problems, plan, typed, prefix)))
     problems += [as_flags(text, typed) for key, text in unused.items() if key not in used]
     if problems:
         raise SettingsError(problems)
@@ -314,57 +282,3 @@ def _help(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe
             if not pages:
                 help_pages.index(methods, default_recipe, _recipes(default_recipe.parent))
     raise SystemExit(0)
-
-
-# ----------------------------------------------------------------------------------------------------------- config.json
-
-
-def resolved(run: Run) -> dict[str, Any]:
-    """Everything the run was asked for, as JSON: `name`, `recipe`, `options` and `stages`, settings by their flat names."""
-    stages = [{"method": s.method, "name": s.name, "settings": flatten(s.settings)} for s in run.stages]
-    return {"name": run.name, "recipe": run.recipe, "options": flatten(run.options), "stages": stages}
-
-
-def from_resolved(
-    config: Mapping[str, Any], methods: Mapping[str, MethodSpec], *, options: type, place: str = "config.json"
-) -> Run:
-    """The inverse of `resolved`. SettingsError names what no longer fits (a method or setting that is gone, a wrong type)."""
-    problems: list[str] = []
-    stages: list[Stage] = []
-    missing = [key for key in ("name", "options", "stages") if key not in config]
-    if missing:
-        raise SettingsError([f"{place}: no {key!r} in it; is it the config.json of a run?" for key in missing])
-    for stage in config["stages"]:
-        if stage["method"] not in methods:
-            problems.append(f"{place}: unknown method {stage['method']!r} (methods: {', '.join(methods)})")
-            continue
-        settings = unflatten(methods[stage["method"]].settings, stage["settings"], problems, f"{place} stage {stage['name']}")
-        stages.append(Stage(stage["method"], stage["name"], settings))
-    options_value = unflatten(options, config["options"], problems, place)
-    if problems:
-        raise SettingsError(problems)
-    return Run(config["name"], tuple(stages), options_value, config.get("recipe"))
-
-
-def difference(
-    saved: Mapping[str, Any], asked: Mapping[str, Any], *, ignore: Collection[str] = ("resume", "overwrite", "output_dir")
-) -> list[str]:
-    """One line for each setting that two `resolved` runs do not share ("stage grpo: learning_rate 0.0003 -> 0.001")."""
-    lines: list[str] = []
-
-    def compare(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        for key in dict.fromkeys([*old, *new]):
-            if key in ignore or (key in old and key in new and old[key] == new[key]):
-                continue
-            before = show(old[key]) if key in old else "(not set)"
-            after = show(new[key]) if key in new else "(not set)"
-            lines.append(f"{prefix}{key} {before} -> {after}")
-
-    compare("", saved["options"], asked["options"])
-    old_stages, new_stages = saved["stages"], asked["stages"]
-    old_names, new_names = ([f"{s['name']} ({s['method']})" for s in stages] for stages in (old_stages, new_stages))
-    if old_names != new_names:
-        return [*lines, f"stages {', '.join(old_names)} -> {', '.join(new_names)}"]
-    for old, new in zip(old_stages, new_stages, strict=True):
-        compare(f"stage {old['name']}: " if len(old_stages) > 1 else "", old["settings"], new["settings"])
-    return lines

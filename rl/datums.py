@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.types import Datum, ModelInput, TensorData, Trajectory
+from rl.episodes import Trajectory
+from rl.types import Datum, ModelInput, TensorData
 
 
 class _Sequence:

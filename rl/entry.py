@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from rl.cli import Run
 from rl.fields import as_flags, flatten
+from rl.methods import METHODS
+from rl.run_plan import Run
 
 TRACEBACK = "WHETSTONE_TRACEBACK"
 LOST = 1
@@ -35,7 +36,7 @@ def main(run: Run) -> int:
 
     # Where no recipe was named, settings were typed as flags, and are called so.
     tables = [run.options, *(stage.settings for stage in run.stages)] if run.recipe is None else []
-    flags = {name for table in tables for name in flatten(table)}
+    flags = {name for table in tables for name in flatten(table)} - METHODS.keys()
     return guarded(work, see="python train.py --help", outcome=lambda: outcome[-1], flags=flags)
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rl.episodes import TrajectoryGroup
 from rl.metrics import group_metrics, mean
-from rl.types import Problem, TrajectoryGroup
+from rl.types import Problem
 
 _SHOWN = {
     "reward/total": "mean reward",

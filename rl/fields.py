@@ -72,9 +72,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def as_flags(text: str, names: Iterable[str]) -> str:
-    """`text` with each of the settings `names` of two words and more as the flag it is: learning_rate as --learning-rate."""
+    """`text` with each of the settings `names` of two words and more as the flag it is: learning_rate as --learning-rate.
+
+    What is part of a path, in quotes, or the name of a method or stage stays as it is.
+    """
     known = {name for name in names if "_" in name}
-    return re.sub(r"(?<![\w'\"-])[a-z]\w*(?!\w)", lambda m: "--" + m[0].replace("_", "-") if m[0] in known else m[0], text)
+    word = r"(?<![\w'\"/.:-])(?<!train\.py )(?<!stage )[a-z]\w*(?![\w/-]|\.\w)"
+    return re.sub(word, lambda m: "--" + m[0].replace("_", "-") if m[0] in known else m[0], text)
 
 
 # ------------------------------------------------------------------------------------------------------ the flat table
@@ -266,4 +270,5 @@ def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: st
             problems.append(f"{place}: unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else ""))
         else:
             given[name] = Given(words_of(value), f"{place}, {name}", is_null=value is None)
-    return build(cls, given, problems, prefix=f"{place}: ")
+    # What has no effect was saved before it was an error: it still has none.
+    return build(cls, without_unused(cls, given, given.keys())[0], problems, prefix=f"{place}: ")

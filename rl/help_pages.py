@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rl.recipe import summary
 
 if TYPE_CHECKING:
-    from rl.cli import MethodSpec
+    from rl.run_plan import MethodSpec
 
 
 def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "nothing was started", code: int = 2) -> NoReturn:

@@ -14,9 +14,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.comparison import Comparison, ComparisonModel
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.errors import UserError
 from rl.rollout import Rollouts
-from rl.types import Message, ModelInput, Trajectory, TrajectoryGroup
+from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
     from rl.training_client import TrainingClient

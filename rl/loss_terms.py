@@ -5,7 +5,7 @@ actions is said by the datum's `mask` (or `sequence_ratio_mask`): an advantage o
 A mask of other values than 0 and 1 weighs entropy and KL at its tokens (a sequence's mean: 1 over its action tokens).
 
     entropy_coef  c       - c sum H              H: the policy's entropy at each action, at the temperature of the samples
-    kl_coef       c       + c sum KL estimate    needs `ref_logprobs`; `kl_kind` chooses the estimator; reads `logprobs`, if there
+    kl_coef       c       + c sum KL estimate    needs `ref_logprobs`, reads `drawn_logprobs`, else `logprobs`; the estimator is `kl_kind`
     value_coef    c       + c sum value loss     needs `returns` and a value head; `value_clip` also `values_old`
 """
 
@@ -24,7 +24,7 @@ Metrics = dict[str, Tensor]
 KL_KINDS = ("k1", "k2", "k3", "k3_pathwise")
 TERM_CONFIG = ("entropy_coef", "kl_coef", "kl_kind", "value_coef", "value_clip")
 MASKS = ("mask", "sequence_ratio_mask")
-TERM_FIELDS = (*MASKS, "ref_logprobs", "returns", "values_old")
+TERM_FIELDS = (*MASKS, "ref_logprobs", "returns", "values_old", "drawn_logprobs")
 
 
 def where(mask: Tensor, value: Tensor) -> Tensor:
@@ -125,7 +125,8 @@ def terms(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config) -> 
         metrics["entropy:sum"] = active_entropy_T.detach().sum()
     if coefficient := config.get("kl_coef", 0.0):
         ref_T = where(active_T, inputs["ref_logprobs"])
-        drawn_T = where(active_T, inputs["logprobs"]) if "logprobs" in inputs else None
+        drawn = next((name for name in ("drawn_logprobs", "logprobs") if name in inputs), None)
+        drawn_T = None if drawn is None else where(active_T, inputs[drawn])
         kl_T = kl_estimate(where(active_T, logp_T), ref_T, config.get("kl_kind", "k3"), drawn_T)
         total = total + coefficient * (weight_T * kl_T).sum()
         metrics["kl_ref:sum"] = kl_T.detach().sum()

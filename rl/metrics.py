@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rl.types import Datum, Trajectory, TrajectoryGroup
+from rl.episodes import Trajectory, TrajectoryGroup
+from rl.types import Datum
 
 
 def sampled_metrics(groups: Sequence[TrajectoryGroup], name: str = "env/all") -> dict[str, float]:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from rl.cli import Run
-from rl.cli import Stage as StagePlan
 from rl.errors import UserError
 from rl.launch import asks_for_fsdp, zero_settings
 from rl.memory_plan import GIB, ROOM, Held, Launch, MicroBatch, ModelShape, Work, micro_batch, plan, sampled_at_once
@@ -20,6 +18,7 @@ from rl.memory_trace import Arithmetic, Skeleton
 from rl.methods import METHODS
 from rl.plan_page import Device, StageNeeds, gib, print_plans
 from rl.prepare import begins_after
+from rl.run_plan import Run, StagePlan
 from rl.settings import ModelSettings
 from rl.types import LoraConfig
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.cli import Run, from_resolved
-from rl.cli import Stage as StagePlan
 from rl.errors import UserError
 from rl.jsonl import read_rows
 from rl.logbook import CHECKPOINTS, CONFIG, saved_config
+from rl.run_plan import Run, StagePlan, from_resolved
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:

@@ -9,22 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.advantages import has_signal
+from rl.episodes import Env, EnvGroupBuilder, StepResult, Trajectory, TrajectoryGroup, Transition
 from rl.renderers import Renderer
 from rl.rewards import PendingScore, Score
 from rl.sampler import Request
 from rl.sampling_client import SamplingClient
 from rl.seeds import derive_seed
-from rl.types import (
-    Env,
-    EnvGroupBuilder,
-    ModelInput,
-    SampledSequence,
-    SamplingParams,
-    StepResult,
-    Trajectory,
-    TrajectoryGroup,
-    Transition,
-)
+from rl.types import ModelInput, SampledSequence, SamplingParams
 
 
 @dataclass(slots=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rl import checkpoint
-from rl.cli import Run, difference, resolved
 from rl.console import Console, compact
 from rl.errors import UserError
+from rl.held_out import HeldOut
+from rl.hosts import StageHosts, make_policy, make_renderer
 from rl.interrupts import Stopped, StopRequest
 from rl.jsonl import read_rows
 from rl.keeper import Keeper
@@ -22,19 +23,10 @@ from rl.methods.base import Models
 from rl.offline import train_offline
 from rl.online import train_online
 from rl.plan import check as check_memory
-from rl.prepare import (
-    Prepared,
-    StageHosts,
-    begins_after,
-    check_rows,
-    check_weights,
-    make_policy,
-    make_renderer,
-    prepare,
-    worker_settings,
-)
+from rl.prepare import Prepared, begins_after, check_rows, check_weights, prepare, worker_settings
+from rl.run_plan import Run, difference, resolved
 from rl.service import ServiceClient
-from rl.stage import HeldOut, Stage
+from rl.stage import Stage
 from rl.stored import stored_answers
 from rl.training_client import TrainingClient
 
@@ -173,16 +165,17 @@ class _Whereabouts:
         """The learner of this stage, checked against its data."""
         index = min(self.index, len(self.stages) - 1)
         prepared = self.stages[index]
-        if prepared.awaits is not None and prepared.rows is None:
-            first, steps = self.first_step(prepared.awaits), self.stages[prepared.awaits].plan.settings.loop.steps
-            prepared.rows = stored_answers(prepared.plan, self.folder, range(first + 1, first + steps + 1))
+        if prepared.awaits is not None and prepared.rows is None and not self.finished:
+            first, loop = self.first_step(prepared.awaits), self.stages[prepared.awaits].plan.settings.loop
+            prepared.rows = stored_answers(prepared.plan, self.folder, range(first + 1, first + loop.steps + 1, loop.rollouts_every))
         previous = self.previous(index)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         value_head = METHODS[prepared.plan.method].value_head(prepared.plan.settings)
         policy = make_policy(
             service, prepared.plan.settings.model, previous, resume_from, self.run.options.seed, value_head=value_head
         )
-        check_rows(prepared, policy, make_renderer(policy, prepared.plan.settings.data.renderer))
+        if not self.finished:
+            check_rows(prepared, policy, make_renderer(policy, prepared.plan.settings.data.renderer))
         return policy
 
     def others(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:

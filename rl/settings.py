@@ -6,40 +6,12 @@ Every leaf name is unique over the sections of a method, because on the line and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from rl.errors import UnusedSetting
 from rl.schedules import SCHEDULES
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if not value >= low:
-        raise ValueError(f"{name} is at least {low}, got {value}")
-
-
-def only_with(settings: Any, names: Sequence[str], used: bool, why: str, instead: str) -> None:
-    """Raises UnusedSetting where one of `names` differs from its default although it is not `used`: what is given has an effect.
-
-    `why` it has none, and what to do `instead` of leaving it out, as the error says them.
-    """
-    for item in fields(settings):
-        value = getattr(settings, item.name)
-        if not used and item.name in names and value != item.default:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise UnusedSetting(item.name, f"{item.name} {shown} has no effect: {why}; {instead}, or leave {item.name} out")
-
-
-def without_samples(settings: Any, why: str) -> None:
-    """Raises UnusedSetting for what looks at the rewards of training samples, in the settings of a method without (`why`)."""
-    only_with(settings.sampling, ("dynamic_sampling",), False, why, "set it for a method that samples, such as grpo")
-    if settings.data.curriculum == "success":
-        raise UnusedSetting(
-            "curriculum",
-            f"curriculum success goes by how often training answers succeed, and {why}: set curriculum to steps, with curriculum_steps",
-        )
+from rl.setting_checks import at_least, only_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +86,7 @@ class ModelSettings:
     """Token logprobs without holding the logits (kernels.linear_logprob); off: the plain computation."""
 
     def __post_init__(self) -> None:
-        _at_least("lora_rank", self.lora_rank, 0)
+        at_least("lora_rank", self.lora_rank, 0)
         if self.lora_alpha is not None and not self.lora_alpha > 0:
             raise ValueError(f"lora_alpha is positive, got {self.lora_alpha}")
 
@@ -178,7 +150,7 @@ class DataSettings:
             raise ValueError(f"curriculum steps needs curriculum_steps, ascending and from 1 on, such as 10 30; got {steps}")
         if not 0 <= self.curriculum_down < self.curriculum_up:
             raise ValueError(f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}")
-        _at_least("curriculum_window", self.curriculum_window, 1)
+        at_least("curriculum_window", self.curriculum_window, 1)
         only_with(self, ("curriculum_steps",), self.curriculum == "steps", f"curriculum is {self.curriculum}", "set curriculum to steps")
 
 
@@ -222,7 +194,7 @@ class SamplingSettings:
     """fast: own decoder (Llama and Qwen families); hf: the model's own forward; auto: fast where it is proved equal."""
 
     def __post_init__(self) -> None:
-        _at_least("max_tokens", self.max_tokens, 1)
+        at_least("max_tokens", self.max_tokens, 1)
         if not self.temperature > 0:
             raise ValueError(f"training samples need a temperature above 0 (greedy samples do not differ), got {self.temperature}")
         if self.top_k != -1 or self.top_p != 1:
@@ -230,9 +202,9 @@ class SamplingSettings:
                 f"training samples are not truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner scores the whole "
                 "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py take them)"
             )
-        _at_least("dynamic_sampling", self.dynamic_sampling, 0)
+        at_least("dynamic_sampling", self.dynamic_sampling, 0)
         if self.eval_temperature is not None:
-            _at_least("eval_temperature", self.eval_temperature, 0)
+            at_least("eval_temperature", self.eval_temperature, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +227,8 @@ class ShapingSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.overlong_share < 1:
             raise ValueError(f"overlong_share is a share of max_tokens from 0 (off) to below 1, such as 0.2, got {self.overlong_share}")
-        _at_least("overlong_penalty", self.overlong_penalty, 0)
-        _at_least("cut_off_penalty", self.cut_off_penalty, 0)
+        at_least("overlong_penalty", self.overlong_penalty, 0)
+        at_least("cut_off_penalty", self.cut_off_penalty, 0)
         only_with(self, ("overlong_penalty",), self.overlong_share > 0, "overlong_share is 0, which is off", "give overlong_share, such as 0.2")
         for name in ("reward_scale", "reward_clip"):
             value = getattr(self, name)
@@ -283,7 +255,7 @@ class KlSettings:
 
     def __post_init__(self) -> None:
         if self.kl_coef is not None:
-            _at_least("kl_coef", self.kl_coef, 0)
+            at_least("kl_coef", self.kl_coef, 0)
         for name in ("kl_target", "kl_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -347,9 +319,9 @@ class OptimSettings:
             raise ValueError(f"learning_rate is positive, got {self.learning_rate}")
         assert self.schedule in SCHEDULES
         for name in ("warmup_steps", "weight_decay", "grad_clip_norm"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for name in ("num_substeps", "token_budget"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +347,6 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every", "save_every", "rollouts_every"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for name in ("batch_size", "keep_last"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)

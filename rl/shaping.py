@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.settings import ShapingSettings
-from rl.types import Trajectory, TrajectoryGroup
 
 
 class RunningStatistics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rl.curriculum import Curriculum
 from rl.data.problem_set import ProblemSet
 from rl.environments import ProblemGroupBuilder
 from rl.errors import UserError
+from rl.held_out import HELD_OUT, HeldOut
 from rl.interrupts import Stopped, StopRequest
 from rl.keeper import Keeper
 from rl.learned_rewards import judged
@@ -28,41 +29,11 @@ from rl.sampling_client import SamplingClient
 from rl.seeds import derive_seed
 from rl.types import Datum, Problem, SamplingParams
 
-HELD_OUT = "test/env/all/correct"
 KEPT_OF_GREEDY = ("test/greedy/all/correct", "test/greedy/all/reward/total")
 
 
 class EveryRewardFailed(UserError):
     """No sample of a batch could be scored: the reward is broken, and going on would train on nothing."""
-
-
-@dataclass
-class HeldOut:
-    """Held-out figures before the first step and at the last evaluation: of samples, and of greedy answers."""
-
-    before: float | None = None
-    after: float | None = None
-    greedy_before: float | None = None
-    greedy_after: float | None = None
-    what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
-    rows: tuple[str, float, float] | None = None  # what the method itself measures: name, before, after
-
-    def note_rows(self, name: str, value: float) -> None:
-        self.rows = (name, value if self.rows is None else self.rows[1], value)
-
-    def sharpening(self) -> str | None:
-        """What an honest reader must know of the gain, if most of it was there for greedy decoding already."""
-        if self.before is None or self.after is None or self.greedy_before is None or self.after <= self.before:
-            return None
-        if self.what != "accuracy":
-            return None
-        share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
-        if share < 0.5:
-            return None
-        return (
-            f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first step the likeliest answer was "
-            f"already right for {self.greedy_before:.1%} of the problems; the model now says it more often."
-        )
 
 
 class Stage:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.cli import Stage as StagePlan
 from rl.data.problem_set import ProblemSet
 from rl.data.rollouts import filtered, load_rollouts
 from rl.errors import UserError
 from rl.methods import METHODS
 from rl.methods.offline import RolloutDataSettings
+from rl.run_plan import StagePlan
 
 
 def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:

@@ -12,6 +12,7 @@ import pytest
 
 from rl.alarms import ALARMS, Alarms
 from rl.cli import parse
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
 from rl.fields import fields_of
 from rl.methods import METHODS
 from rl.methods.base import Models, Progress
@@ -21,7 +22,7 @@ from rl.methods.ppo import PpoOptions
 from rl.metrics import credited_share, largest, sampled_metrics
 from rl.run import execute
 from rl.settings import LoopSettings, OptimSettings, RunSettings
-from rl.types import Datum, ForwardBackwardOutput, ModelInput, SampledSequence, TensorData, Trajectory, TrajectoryGroup, Transition
+from rl.types import Datum, ForwardBackwardOutput, ModelInput, SampledSequence, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
 STEPS = 60

@@ -18,7 +18,7 @@ from typing import Literal
 import pytest
 import tyro
 
-from rl import cli
+from rl import cli, run_plan
 from rl.fields import SettingsError, as_flags, fields_of
 from rl.help_pages import fail
 
@@ -286,6 +286,8 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
     assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]  # group_size is looked at after it
     named = as_flags("batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)", ["batch_size", "size"])
     assert named == "--batch-size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)"
+    paths = "no folder runs/train_limit, train_limit/x or train_limit.yaml; train.py train_limit; stage train_limit: lower train_limit."
+    assert as_flags(paths, ["train_limit"]) == paths.replace("lower train_limit.", "lower --train-limit.")
 
 
 def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,32 +392,32 @@ def test_help_imports_nothing_heavy() -> None:
 def test_resolved_settings_survive_json() -> None:
     path = recipe("stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: ['None', 'a b']\n")
     run = read(path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None")
-    config = json.loads(json.dumps(cli.resolved(run), allow_nan=False))
-    assert cli.from_resolved(config, METHODS, options=RunSettings) == run
+    config = json.loads(json.dumps(run_plan.resolved(run), allow_nan=False))
+    assert run_plan.from_resolved(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
     assert config["options"] == {"name": None, "output_dir": "somewhere/else", "seed": 0, "resume": False}
 
 
 def test_a_saved_config_that_no_longer_fits_says_where() -> None:
-    config = cli.resolved(read("sft"))
+    config = run_plan.resolved(read("sft"))
     config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
     with pytest.raises(SettingsError) as caught:
-        cli.from_resolved(config, METHODS, options=RunSettings)
+        run_plan.from_resolved(config, METHODS, options=RunSettings)
     assert len(caught.value.problems) == 2
     assert "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?" in caught.value.problems[0]
     with pytest.raises(SettingsError, match="is it the config.json of a run"):
-        cli.from_resolved({"model_type": "qwen3"}, METHODS, options=RunSettings)
+        run_plan.from_resolved({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
 
 def test_difference_names_each_changed_setting() -> None:
     two = recipe("stages:\n- method: sft\n- method: grpo\n")
-    saved = cli.resolved(read(two))
-    assert cli.difference(saved, cli.resolved(read(two, "--resume"))) == []  # to resume is no change of settings
-    asked = cli.resolved(read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b"))
-    assert cli.difference(saved, asked) == [
+    saved = run_plan.resolved(read(two))
+    assert run_plan.difference(saved, run_plan.resolved(read(two, "--resume"))) == []  # to resume is no change of settings
+    asked = run_plan.resolved(read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b"))
+    assert run_plan.difference(saved, asked) == [
         "seed 0 -> 1",
         "stage sft: learning_rate 0.0001 -> 0.5",
         "stage grpo: learning_rate 0.0003 -> 0.5",
         "stage grpo: stop (none) -> a b",
     ]
-    assert cli.difference(saved, cli.resolved(read("sft"))) == ["stages sft (sft), grpo (grpo) -> sft (sft)"]
+    assert run_plan.difference(saved, run_plan.resolved(read("sft"))) == ["stages sft (sft), grpo (grpo) -> sft (sft)"]

@@ -10,15 +10,16 @@ from rl.cli import read
 from rl.curriculum import Curriculum
 from rl.data.addition import addition
 from rl.data.problem_set import ProblemSet
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
-from rl.fields import SettingsError
+from rl.fields import SettingsError, flatten, unflatten
 from rl.keeper import Keeper
 from rl.methods import METHODS
 from rl.prepare import reward_of
 from rl.schedules import lora_learning_rate, scaled_by_batch
 from rl.settings import DataSettings, RunSettings, ShapingSettings
 from rl.shaping import RewardShaper, RunningStatistics, overlong_penalty
-from rl.types import ModelInput, Problem, SampledSequence, Trajectory, TrajectoryGroup, Transition
+from rl.types import ModelInput, Problem, SampledSequence
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -289,6 +290,38 @@ def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, r
     assert says in problem
     if remedy is not None:
         stages_of(*words.split(), *remedy.split())
+
+
+def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
+    """dapo widens a clip that importance_sampling does not have: nothing that was typed is without effect."""
+    changed = settings("--variant", "dapo", "--loss", "importance_sampling")
+    assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == ("importance_sampling", 1.2)
+    assert (settings("--variant", "dapo").policy_gradient.clip_high, changed.sampling.dynamic_sampling) == (1.28, 10)
+    with pytest.raises(SettingsError, match="--clip-high 1.3 has no effect"):
+        settings("--variant", "dapo", "--loss", "importance_sampling", "--clip-high", "1.3")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("addition_offline", "--curriculum success"),
+        ("addition_rlhf", "--reward gsm8k"),
+        ("addition_offline", "--base-model tiny:addition-small"),
+    ],
+)
+def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
+    flag, value = words.split()
+    name = flag.removeprefix("--").replace("-", "_")
+    stages = {stage.name: flatten(stage.settings)[name] for stage in stages_of(str(REPO / "recipes" / f"{recipe}.yaml"), *words.split())}
+    left = {"curriculum": {"sft": "off", "offline": "off"}, "reward": {"reward_model": None}, "base_model": {"offline": "sft"}}[name]
+    assert {stage: found for stage, found in stages.items() if found != value} == left
+
+
+def test_settings_that_were_saved_before_they_were_errors_still_open():
+    plain = settings(method="ppo")
+    saved = flatten(plain) | {"critic_learning_rate": 1e-3}  # refused on the line, without critic_model
+    problems = []
+    assert unflatten(type(plain), saved, problems, "config.json") == plain and not problems
 
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):

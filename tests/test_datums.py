@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from rl.datums import action_tokens, check_datum, supervised_datum, trajectory_to_datums
-from rl.types import Datum, ModelInput, SampledSequence, TensorData, Trajectory, Transition
+from rl.episodes import Trajectory, Transition
+from rl.types import Datum, ModelInput, SampledSequence, TensorData
 
 
 def turn(observation: list[int], action: list[int], logprobs: list[float]) -> Transition:

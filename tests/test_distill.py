@@ -12,7 +12,9 @@ from helpers import make_worker
 from whole_runs import train, two_and_two
 
 from rl import ServiceClient
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
+from rl.hosts import StageHosts
 from rl.losses import get_loss
 from rl.methods.base import Models, Progress
 from rl.methods.distill import (
@@ -24,11 +26,10 @@ from rl.methods.distill import (
     teacher_of,
 )
 from rl.models import load_model, load_tokenizer
-from rl.prepare import StageHosts
 from rl.renderers import get_renderer
 from rl.scoring import vocabulary_difference
 from rl.settings import ModelSettings
-from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence, Trajectory, TrajectoryGroup, Transition
+from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
 
 def settings(**kwargs) -> DistillSettings:

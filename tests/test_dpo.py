@@ -14,10 +14,10 @@ from whole_runs import train, two_and_two
 
 from rl import ServiceClient, distributed
 from rl.data import addition
+from rl.hosts import StageHosts, make_policy, make_renderer
 from rl.losses import get_loss
 from rl.methods.dpo import DpoSettings, pair_datums
 from rl.packing import LAYOUTS, block_cost, blocks, plan
-from rl.prepare import StageHosts, make_policy, make_renderer
 from rl.settings import ModelSettings
 from rl.types import AdamParams, Datum, ModelInput
 

@@ -23,7 +23,8 @@ from rl.advantages import (
     leave_one_out,
     returns_to_go,
 )
-from rl.cli import from_resolved, parse, read, resolved
+from rl.cli import parse, read
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
 from rl.losses import get_loss
 from rl.methods import METHODS
@@ -32,9 +33,10 @@ from rl.methods.grpo import VARIANTS, GrpoSettings, PolicyGradient, PolicyGradie
 from rl.metrics import group_metrics
 from rl.rollout import Rollouts
 from rl.run import execute
+from rl.run_plan import from_resolved, resolved
 from rl.settings import KlSettings, RunSettings, SamplingSettings
 from rl.stage import EveryRewardFailed, Stage
-from rl.types import ModelInput, SampledSequence, TensorData, Trajectory, TrajectoryGroup, Transition
+from rl.types import ModelInput, SampledSequence, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = REPO / "recipes" / "addition.yaml"
@@ -191,6 +193,7 @@ def test_truncated_importance_sampling_by_hand():
     (weighted,), metrics = truncated_importance_sampling(SimpleNamespace(policy=policy), datums, 3.0, 1.0)
     assert weighted.loss_fn_inputs["advantages"].array.tolist() == pytest.approx([2.0, 3.0])
     assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
+    assert weighted.loss_fn_inputs["drawn_logprobs"].array.tolist() == q.tolist()  # by which a KL in the loss is weighted
     assert metrics["optim/tis_weight"] == pytest.approx(2.5) and metrics["optim/tis_frac_capped"] == 0.5
     assert metrics["optim/kl_sample_train_v1"] == pytest.approx(-np.log([2.0, 10.0]).mean(), rel=1e-5)
     # With a cap that nothing reaches, the gradient before any update is that of plain importance sampling: w A grad lp.

@@ -11,16 +11,18 @@ REPO = Path(__file__).resolve().parent.parent
 
 # A module may import its own layer and lower ones. The longest matching prefix counts.
 LAYERS = {
-    0: ["rl.types", "rl.errors", "rl.distributed", "rl.futures", "rl.seeds", "rl.schedules", "rl.jsonl", "rl.interrupts"],
+    0: ["rl.types", "rl.episodes", "rl.errors", "rl.distributed", "rl.futures", "rl.seeds", "rl.schedules", "rl.jsonl", "rl.interrupts"],
     1: ["rl.advantages", "rl.losses", "rl.loss_terms", "rl.kl", "rl.pair_losses", "rl.q_losses", "rl.datums", "rl.packing", "rl.metrics",
-        "rl.renderers", "rl.rewards", "rl.data", "rl.model_presets", "rl.model_info", "rl.settings", "rl.training_config", "rl.fields",
-        "rl.evaluation", "rl.shaping", "rl.curriculum", "rl.alarms", "rl.memory_plan"],
+        "rl.renderers", "rl.rewards", "rl.data", "rl.model_presets", "rl.model_info", "rl.settings", "rl.setting_checks",
+        "rl.training_config", "rl.fields", "rl.evaluation", "rl.shaping", "rl.curriculum", "rl.alarms", "rl.memory_plan"],
     2: ["rl.models", "rl.logprobs", "rl.sampler", "rl.environments", "rl.checkpoint"],
     3: ["rl.learner", "rl.backend", "rl.backend_deepspeed", "rl.backend_fsdp", "rl.launch", "rl.worker", "rl.saving", "rl.driver",
         "rl.training_client", "rl.sampling_client", "rl.service", "rl.rollout", "rl.scoring", "rl.comparison", "rl.learned_rewards",
         "rl.memory_trace"],
-    4: ["rl.methods", "rl.plots", "rl.html", "rl.console", "rl.logbook", "rl.keeper", "rl.recipe", "rl.cli", "rl.help_pages", "rl.rlvr"],
-    5: ["rl.stage", "rl.online", "rl.offline", "rl.stored", "rl.prepare", "rl.reopen", "rl.run", "rl.entry", "rl.plan", "rl.plan_page"],
+    4: ["rl.methods", "rl.plots", "rl.html", "rl.console", "rl.logbook", "rl.keeper", "rl.recipe", "rl.run_plan", "rl.cli",
+        "rl.help_pages", "rl.rlvr"],
+    5: ["rl.stage", "rl.held_out", "rl.hosts", "rl.online", "rl.offline", "rl.stored", "rl.prepare", "rl.reopen", "rl.run", "rl.entry",
+        "rl.plan", "rl.plan_page"],
 }  # fmt: skip
 
 

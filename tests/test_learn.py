@@ -6,11 +6,12 @@ import torch
 from helpers import call, make_worker
 from test_datums import turn
 
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.losses import get_loss
 from rl.methods.base import Models, Progress, divisor, substeps, weighted_by_sequence
 from rl.methods.grpo import GrpoSettings, PolicyGradient, PolicyGradientSettings
 from rl.settings import OptimSettings
-from rl.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData, Trajectory, TrajectoryGroup
+from rl.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 
 class Done:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import Run, read
+from rl.cli import read
 from rl.memory_plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, micro_batch, plan, sampled_at_once
 from rl.memory_trace import HEAD_BLOCKS, Arithmetic, Skeleton
 from rl.methods import METHODS
 from rl.plan import launch_of, needs_of
 from rl.plan_page import _launch_words
+from rl.run_plan import Run
 from rl.settings import RunSettings
 from rl.types import LoraConfig
 

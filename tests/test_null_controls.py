@@ -12,16 +12,17 @@ from test_default_recipe import RECIPE, taught_model
 from rl.cli import parse
 from rl.data.addition import addition
 from rl.environments import ProblemGroupBuilder
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.hosts import make_renderer
 from rl.methods import METHODS
 from rl.methods.grpo import PolicyGradient
 from rl.metrics import group_metrics
-from rl.prepare import make_renderer
 from rl.rewards import Scorer
 from rl.rollout import rollout
 from rl.run import execute
 from rl.service import ServiceClient
 from rl.settings import RunSettings
-from rl.types import ModelInput, SampledSequence, SamplingParams, Trajectory, TrajectoryGroup, Transition
+from rl.types import ModelInput, SampledSequence, SamplingParams
 
 STEPS = 40
 SAMPLES = 8  # answers to each held-out problem: with 800 problems, a standard error of about 0.01

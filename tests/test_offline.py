@@ -14,11 +14,11 @@ from rl.cli import parse
 from rl.data.problem_set import ProblemSet
 from rl.data.rollouts import filtered, load_rollouts
 from rl.errors import UserError
+from rl.hosts import make_renderer
 from rl.losses import get_loss
 from rl.methods import METHODS
 from rl.methods.base import Models
 from rl.methods.offline import Offline, OfflineOptions, OfflineSettings, check_answers, remark
-from rl.prepare import make_renderer
 from rl.renderers import get_renderer
 from rl.settings import LoopSettings, RunSettings
 from rl.types import Problem, StoredAnswer
@@ -87,7 +87,7 @@ def test_published_shapes(tmp_path):
         ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
         ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is '3'"),
         (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
-        (drawn(logprobs=[-1.0]), "'logprobs' has one value for each of the 3"),
+        (drawn(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
         ({"prompt": "a", "m": {"solution": "x", "is_correct": None}}, "'m.is_correct' is a number or a truth value"),
     ],
 )
@@ -404,6 +404,13 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         patch.setattr(run, "Stage", CutStage)
         train(str(recipe), tmp_path / "cut")
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
+    # a run that is done needs them no longer; one that is not says which are gone, in place of learning from the others
+    (tmp_path / "cut" / "rollouts" / "step_000001.jsonl").unlink()
+    assert train(f"{recipe} --resume", tmp_path / "cut") == whole
+    rows = (tmp_path / "cut" / "checkpoints.jsonl").read_text().splitlines()
+    (tmp_path / "cut" / "checkpoints.jsonl").write_text("".join(row + "\n" for row in rows if "offline-final" not in row))
+    with pytest.raises(UserError, match="lacks the rollouts of 1 of the 2 steps asked for .step 1 first"):
+        train(f"{recipe} --resume", tmp_path / "cut")
 
 
 @pytest.mark.parametrize(
@@ -448,7 +455,7 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         ("offline --loss bc", "loss bc needs one of --top-fraction"),
         ("offline --top-fraction 0.1", "other losses neither"),
         ("offline --tau 0 --loss ilql", "tau is positive"),
-        ("offline --more-datasets x", "leave out --more-datasets and curriculum"),
+        ("offline --more-datasets x", "--more-datasets x has no effect: stored answers are read from one dataset"),
     ],
 )
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):

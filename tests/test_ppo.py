@@ -18,24 +18,14 @@ from safetensors.torch import load_file
 
 from rl import ServiceClient
 from rl.advantages import token_advantages
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.hosts import StageHosts, make_policy
 from rl.kl import AdaptiveKL, gaps, kl_metrics, penalised
 from rl.methods.base import Models, Progress
 from rl.methods.ppo import Ppo, PpoOptions, PpoSettings
-from rl.prepare import StageHosts, make_policy
 from rl.settings import KlSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, ShapingSettings
 from rl.stage import Stage
-from rl.types import (
-    AdamParams,
-    Datum,
-    ForwardBackwardOutput,
-    ModelInput,
-    SampledSequence,
-    SamplingParams,
-    TensorData,
-    Trajectory,
-    TrajectoryGroup,
-    Transition,
-)
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, SampledSequence, SamplingParams, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
 

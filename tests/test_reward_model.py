@@ -18,16 +18,18 @@ from rl import ServiceClient, checkpoint, cli
 from rl.comparison import LABELS, Comparison, ComparisonModel, Verdict, comparison_messages, swapped
 from rl.data.addition import addition
 from rl.environments import ProblemGroupBuilder
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
+from rl.hosts import make_renderer
 from rl.learned_rewards import ComparedInGroup, LearnedRewards, RewardModel
 from rl.losses import get_loss
 from rl.methods import METHODS
 from rl.methods.reward_model import compared_pair, preference_metrics, scored_pair
 from rl.metrics import calibration_error
 from rl.packing import LAYOUTS
-from rl.prepare import begins_after, check_weights, make_renderer
+from rl.prepare import begins_after, check_weights
 from rl.settings import RunSettings
-from rl.types import Datum, ModelInput, Problem, SampledSequence, Trajectory, TrajectoryGroup, Transition
+from rl.types import Datum, ModelInput, Problem, SampledSequence
 from rl.worker import ModelSpec
 
 # ------------------------------------------------------------------------------------------------------------ the loss
@@ -410,7 +412,7 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
         ("grpo --other-reward-weight 1", "name one, or leave it out"),
         ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
         ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
-        ("reward_model --reward exact_match", "leave reward and rewards out"),
+        ("reward_model --reward exact_match", "a reward could score: leave reward out"),
     ],
 )
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
@@ -475,7 +477,8 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     rm, rlhf = "method: reward_model", "method: rlhf, reward_model: reward_model"
     assert begins("base_model: tiny:ascii", "method: sft", rm, rlhf) == [None, 0, 0]
     assert begins("base_model: tiny:ascii", rm, rlhf) == begins("", rm, rlhf) == [None, None]
-    assert begins("", rm, rm + ", name: second", rlhf) == [None, None, None]
+    assert begins("", rm, rm + ", name: second", rlhf) == [None, 0, None]  # a judge may go on from a judge
+    assert begins("base_model: tiny:ascii", "method: sft", rm + ", base_model: tiny:chat", rlhf) == [None, None, 0]
     assert begins("", rm, rlhf, "method: sft") == [None, None, 1]
     with pytest.raises(UserError, match="the stage rlhf comes after a reward model.*base_model: tiny:ascii"):
         begins("", rm + ", base_model: tiny:ascii", rlhf)

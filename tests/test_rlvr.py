@@ -1,7 +1,12 @@
 """The RLVR face: a script of one's own learns, saves and resumes; what `update` reports is worked out by other means."""
 
 import json
+import os
+import re
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from rl import LoRAConfig, ServiceClient, TrainingConfig, UserError, checkpoint
 from rl.rlvr import PPO, REINFORCE, PPOConfig, REINFORCEConfig, RolloutSampler, TrajectoryBatch, register_reward, resolve_reward
 from rl.types import Datum, ModelInput
 
+REPO = Path(__file__).resolve().parent.parent
 SUMS = ["12+34=", "50+7=", "9+9=", "81+10="]
 ADAPTER = TrainingConfig(model_ref="tiny:addition", lora_config=LoRAConfig(rank=4, alpha=8), seed=3)
 WHOLE = TrainingConfig(model_ref="tiny:addition", lora_config=None, seed=3)
@@ -352,3 +358,31 @@ def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
         service.create_training_client(ADAPTER, checkpoint_id="state-000009")
     with pytest.raises(UserError, match=r"takes a TrainingConfig\(model_ref"):
         service.create_training_client("tiny:addition")
+
+
+@pytest.mark.slow
+def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_data, tmp_path):
+    """The guide's complete script: imports, the mock sampler and the model's name are replaced, and 3 epochs taken for 50."""
+    guide = shared_data.parent / "guide" / "rlvr-cookbook.md"
+    if not guide.is_file():
+        pytest.skip(f"no guide at {guide}")
+    text = guide.read_text().split("## Step 7", 1)[1].split("```python\n", 1)[1].split("\n```", 1)[0]
+    for old, new in (
+        ("from tg_tinker import", "from rl import"),
+        ("from tensafe.rlvr import", "from rl.rlvr import"),
+        ("    MockRolloutSampler,", "    RolloutSampler,"),
+        ("MockRolloutSampler(", "RolloutSampler(tc, "),
+        ("meta-llama/Llama-3-8B", "tiny:ascii"),
+        ("max_new_tokens=128", "max_new_tokens=16"),
+        ("range(50)", "range(3)"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
+    assert said and done.stdout.rstrip().endswith("Training complete!")
+    for reward, where in said:
+        assert checkpoint.read_state(tmp_path / where)["metadata"]["user"]["reward"] == pytest.approx(float(reward), abs=6e-4)

@@ -5,8 +5,9 @@ import pytest
 
 from rl import ServiceClient
 from rl.datums import trajectory_to_datums
+from rl.episodes import Env, EnvGroupBuilder, StepResult
 from rl.rollout import rollout
-from rl.types import Env, EnvGroupBuilder, ModelInput, SampledSequence, SamplingParams, StepResult
+from rl.types import ModelInput, SampledSequence, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
 MARK = 13  # what the environment says between two answers

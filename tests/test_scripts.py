@@ -18,6 +18,7 @@ from rl.errors import UserError
 from rl.evaluation import pass_at_k, pass_figures
 from rl.methods import METHODS
 from rl.reopen import open_weights
+from rl.run_plan import resolved
 from rl.settings import RunSettings
 
 REPO = Path(__file__).resolve().parent.parent
@@ -100,7 +101,7 @@ def test_help_imports_nothing_heavy(name: str, tmp_path: Path):
 def unsaved_run(folder: Path) -> Path:
     asked = cli.read(["sft"], METHODS, folder / "none.yaml", RunSettings)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(cli.resolved(asked)))
+    (folder / "config.json").write_text(json.dumps(resolved(asked)))
     return folder
 
 

@@ -49,7 +49,7 @@ def load_rollouts(
     """Problems with `answers`, in the order in which they first occur.
 
     source: a run's folder, a folder of files, or one file (.jsonl, .json, .gz of both). limit: so many problems.
-    steps: of a run's folder, the steps whose rollouts are read; all, by default.
+    steps: of a run's folder, the steps whose rollouts are read, all of which must be there; by default those that are there.
     Rewards may be numbers or truth values (true, false, "true", "false"). A row that is none of the shapes above is named with
     file and line, or skipped and counted.
     """
@@ -108,6 +108,9 @@ def _files(path: Path, steps: range | None) -> list[Path]:
     found = sorted(file for file in folder.iterdir() if file.name.endswith(FILE_SUFFIXES))
     if steps is not None:
         found = [file for file in found if _step(file) in steps]
+        there = {_step(file) for file in found}
+        if missing := [step for step in steps if step not in there]:
+            raise UserError(f"{folder} lacks the rollouts of {len(missing)} of the {len(steps)} steps asked for (step {missing[0]} first)")
     if not found:
         within = ", ".join(sorted(inner.name for inner in folder.iterdir() if inner.is_dir())[:8])
         within = f" (only folders: {within})" if within else ""
@@ -128,8 +131,10 @@ def _drawn(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _Gr
         if not isinstance(value, list) or not value or not all(isinstance(t, int) and t >= 0 for t in value):
             raise BadRow(f"{name!r} is a list of one or more token ids, this is {str(value)[:60]!r}")
     assert isinstance(tokens, list) and isinstance(prompt, list)
-    if logprobs is not None and (not isinstance(logprobs, list) or len(logprobs) != len(tokens)):
-        raise BadRow(f"'logprobs' has one value for each of the {len(tokens)} response_tokens, this is {str(logprobs)[:60]!r}")
+    if logprobs is not None and (
+        not isinstance(logprobs, list) or len(logprobs) != len(tokens) or not all(isinstance(x, (int, float)) for x in logprobs)
+    ):
+        raise BadRow(f"'logprobs' has one number for each of the {len(tokens)} response_tokens, this is {str(logprobs)[:60]!r}")
     answer = StoredAnswer(
         reward=_reward(columns.get("reward"), "reward"),
         text=str(columns.get("response", "")),

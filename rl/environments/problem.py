@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl.episodes import Env, EnvGroupBuilder, StepResult
 from rl.renderers import Renderer
 from rl.rewards import Scorer
-from rl.types import Env, EnvGroupBuilder, Message, ModelInput, Problem, SampledSequence, StepResult
+from rl.types import Message, ModelInput, Problem, SampledSequence
 
 
 class ProblemEnv(Env):

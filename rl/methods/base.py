@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from rl.datums import action_tokens
+from rl.episodes import TrajectoryGroup
 from rl.metrics import largest
 from rl.schedules import factor
 from rl.settings import LearnedRewardSettings, LoopSettings, OptimSettings
-from rl.types import AdamParams, Datum, Problem, TensorData, TrajectoryGroup
+from rl.types import AdamParams, Datum, Problem, TensorData
 
 if TYPE_CHECKING:
     from rl.learned_rewards import LearnedRewards
@@ -200,7 +201,8 @@ def truncated_importance_sampling(
 
     Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training",
     equation of TIS): the mismatch of sampler and learner is a weight of its own, so that clipping acts on the update alone.
-    All policy losses are homogeneous in the advantage, which carries the weight. Metrics compare sampler and learner, and
+    All policy losses are homogeneous in the advantage, which carries the weight; a KL in the loss is weighted by the ratio to the
+    sampler's own logprobs (`drawn_logprobs`), which is not cut off. Metrics compare sampler and learner, and
     give the weights' mean and the share that was cut off.
     """
     output = models.policy.forward(datums, "importance_sampling", {"temperature": temperature}).result()
@@ -212,7 +214,8 @@ def truncated_importance_sampling(
         ratio = np.exp(np.where(active, lp.astype(np.float64) - inputs["logprobs"].array, 0.0))
         weights.append(ratio[active])
         advantages = inputs["advantages"].array * np.minimum(ratio, cap)
-        weighted.append(with_fields(datum, advantages=advantages, logprobs=np.where(active, lp, 0.0)))
+        fields = {"advantages": advantages, "logprobs": np.where(active, lp, 0.0), "drawn_logprobs": inputs["logprobs"].array}
+        weighted.append(with_fields(datum, **fields))
     every = np.concatenate(weights)
     metrics = sampler_against_learner(datums, learner)
     if len(every):

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rl.datums import supervised_datum, trajectory_to_datums
+from rl.episodes import TrajectoryGroup
 from rl.errors import UserError
 from rl.methods.base import Hosts, Models, Progress, adam_params, one_pass, substeps
 from rl.methods.sft import response_datum
 from rl.metrics import largest
 from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, only_with, without_samples
-from rl.types import Datum, Problem, SamplingParams, TensorData, TrajectoryGroup
+from rl.setting_checks import only_with, without_samples
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+from rl.types import Datum, Problem, SamplingParams, TensorData
 
 if TYPE_CHECKING:
     from rl.sampling_client import SamplingClient

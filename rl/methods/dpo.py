@@ -15,7 +15,8 @@ from rl.datums import action_tokens, supervised_datum
 from rl.methods.base import EvaluatesRows, Hosts, Models, Progress, adam_params, substeps
 from rl.metrics import largest
 from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
-from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings, only_with, without_samples
+from rl.setting_checks import only_with, without_samples
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
 from rl.types import Datum, Problem, TensorData
 
 ACCURACY = "test/rewards/accuracies"

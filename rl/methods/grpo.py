@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from rl.advantages import OVER_BATCH, WITHIN_GROUP, PerProblemMean, RunningMean, has_signal, returns_to_go
 from rl.datums import trajectory_to_datums
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.errors import UserError
 from rl.fields import SettingsError, unflatten
 from rl.kl import AdaptiveKL, penalised
@@ -25,6 +26,7 @@ from rl.methods.base import (
     with_fields,
 )
 from rl.scoring import FrozenScorer, check_vocabulary
+from rl.setting_checks import only_with
 from rl.settings import (
     DataSettings,
     KlSettings,
@@ -34,10 +36,9 @@ from rl.settings import (
     OptimSettings,
     SamplingSettings,
     ShapingSettings,
-    only_with,
 )
 from rl.shaping import RewardShaper
-from rl.types import Datum, Trajectory, TrajectoryGroup
+from rl.types import Datum
 
 # Flat settings of each variant; what is given on the line or in a recipe wins over them.
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,8 @@ from rl.advantages import WITHIN_GROUP
 from rl.datums import supervised_datum
 from rl.errors import UserError
 from rl.methods.base import Hosts, Models, Progress, one_pass, with_fields
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, only_with, without_samples
+from rl.setting_checks import only_with, without_samples
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
 from rl.types import Datum, Problem, StoredAnswer
 
 
@@ -43,8 +44,9 @@ class RolloutDataSettings(DataSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.more_datasets or self.curriculum != "off":
-            raise ValueError("stored answers are read from one dataset, without a curriculum: leave out more_datasets and curriculum")
+        for name in ("more_datasets", "curriculum"):
+            why = "stored answers are read from one dataset, without a curriculum"
+            only_with(self, (name,), False, why, "give dataset")
 
 
 @dataclass(frozen=True, kw_only=True)

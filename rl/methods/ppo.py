@@ -15,12 +15,14 @@ import numpy as np
 
 from rl.advantages import token_advantages
 from rl.datums import action_tokens, trajectory_to_datums
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.kl import AdaptiveKL, gaps, kl_metrics
 from rl.methods.base import Hosts, Models, Progress, adam_params, divisor, sampler_against_learner, with_fields
 from rl.methods.episode import EpisodeTokens
 from rl.metrics import largest
 from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
 from rl.seeds import derive_seed
+from rl.setting_checks import only_with
 from rl.settings import (
     DataSettings,
     KlSettings,
@@ -30,10 +32,9 @@ from rl.settings import (
     OptimSettings,
     SamplingSettings,
     ShapingSettings,
-    only_with,
 )
 from rl.shaping import RewardShaper
-from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, Trajectory, TrajectoryGroup
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,11 @@ import numpy as np
 
 from rl.comparison import Comparison, ComparisonModel, comparison_messages, swapped
 from rl.datums import action_tokens, supervised_datum
+from rl.errors import UnusedSetting
 from rl.methods.base import EvaluatesRows, Models, Progress, adam_params, one_pass, substeps
 from rl.metrics import calibration_error, largest
-from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings, only_with, without_samples
+from rl.setting_checks import only_with, without_samples
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
 from rl.types import Datum, ModelInput, Problem, TensorData
 
 ACCURACY = "test/rewards/accuracies"
@@ -57,8 +59,9 @@ class RewardModelSettings:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
         without_samples(self, "reward_model learns from the data's answers")
-        if self.data.reward is not None or self.data.rewards:
-            raise ValueError("a reward model samples no answers that a reward could score: leave reward and rewards out")
+        for name in ("reward", "rewards"):
+            if getattr(self.data, name):
+                raise UnusedSetting(name, f"a reward model samples no answers that a reward could score: leave {name} out")
 
     @property
     def learning_rate(self) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rl.datums import supervised_datum
 from rl.methods.base import Models, Progress, one_pass
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, without_samples
+from rl.setting_checks import without_samples
+from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
 from rl.types import Datum, Problem
 
 

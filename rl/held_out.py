@@ -1,0 +1,36 @@
+"""What a stage's held-out figures say of what was learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HELD_OUT = "test/env/all/correct"
+
+
+@dataclass
+class HeldOut:
+    """Held-out figures before the first step and at the last evaluation: of samples, and of greedy answers."""
+
+    before: float | None = None
+    after: float | None = None
+    greedy_before: float | None = None
+    greedy_after: float | None = None
+    what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
+    rows: tuple[str, float, float] | None = None  # what the method itself measures: name, before, after
+
+    def note_rows(self, name: str, value: float) -> None:
+        self.rows = (name, value if self.rows is None else self.rows[1], value)
+
+    def sharpening(self) -> str | None:
+        """What an honest reader must know of the gain, if most of it was there for greedy decoding already."""
+        if self.before is None or self.after is None or self.greedy_before is None or self.after <= self.before:
+            return None
+        if self.what != "accuracy":
+            return None
+        share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
+        if share < 0.5:
+            return None
+        return (
+            f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first step the likeliest answer was "
+            f"already right for {self.greedy_before:.1%} of the problems; the model now says it more often."
+        )
