@@ -385,4 +385,4 @@ def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_
     said = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
     assert said and done.stdout.rstrip().endswith("Training complete!")
     for reward, where in said:
-        assert checkpoint.read_state(tmp_path / where)["metadata"]["user"]["reward"] == pytest.approx(float(reward), abs=6e-4)
+        assert checkpoint.read_state(tmp_path / where)["metadata"]["reward"] == pytest.approx(float(reward), abs=6e-4)
