@@ -299,6 +299,8 @@ class ValueHead(nn.Linear):
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1)
+
+    def reset_parameters(self) -> None:  # nn.Linear's own would draw from the process's generator
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 

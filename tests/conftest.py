@@ -22,8 +22,8 @@ def shared_data() -> Path:
 
 
 # Files whose tests take minutes, the longest first: with a file a worker, one of these begun last would be waited for alone.
-LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_memory_plan", "test_null_controls", "test_gsm8k",
-        "test_two_processes", "test_slurm", "test_minimal_loop")  # fmt: skip
+LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_resume", "test_memory_plan", "test_null_controls",
+        "test_gsm8k", "test_two_processes", "test_slurm", "test_minimal_loop")  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_worker
-from whole_runs import train, two_and_two
+from whole_runs import train
 
 from rl import ServiceClient
 from rl.episodes import Trajectory, TrajectoryGroup, Transition
@@ -301,17 +301,6 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
     assert rows[-1][name] > taught - 0.05
     kl = [row["teacher/kl_per_token" if learn_from == "student" else "optim/kl"] for row in rows[1:]]
     assert kl[-1] < 0.2 * kl[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("learn_from", ["student", "teacher"])
-def test_two_steps_and_two_resumed_are_four_to_the_bit(teacher, learn_from, tmp_path):
-    words = STUDENT.replace("--save-every 0", "").replace("--batch-size 64", "--batch-size 8")
-    two_and_two(
-        f"{words} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from {learn_from} --learning-rate 1e-2 "
-        "--eval-every 2 --eval-limit 16",
-        tmp_path,
-    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, call, gradient, make_worker, relative_difference
-from whole_runs import train, two_and_two
+from whole_runs import train
 
 from rl import ServiceClient, distributed
 from rl.data import addition
@@ -229,19 +229,6 @@ def test_swapped_labels_score_below_a_tenth(tmp_path):
     swapped, right = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True), largest_digit_pairs(tmp_path / "right.jsonl")
     rows = train(f"{LEARNS} --dataset {swapped} --eval-dataset {right}", tmp_path / "run")
     assert rows[-1]["rewards/accuracies"] > 0.9 and rows[-1]["test/rewards/accuracies"] < 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    ["", "--precompute-reference --curriculum steps --curriculum-steps 1 3", "--lora-rank 4", "--lora-rank 4 --precompute-reference"],
-)
-def test_two_steps_and_two_resumed_are_four_to_the_bit(how, tmp_path):
-    """The reference of a resumed run is the policy as it was at the beginning, not as it is in the checkpoint."""
-    rows = two_and_two(f"dpo --batch-size 8 --learning-rate 1e-2 --eval-every 2 --eval-limit 16 {how}", tmp_path)
-    assert rows[-1]["rewards/margins"] != 0 and rows[-1]["test/loss"] != rows[0]["test/loss"]
-    if "curriculum" in how:
-        assert [row["curriculum/level"] for row in rows if "curriculum/level" in row] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("lora", [0, 4])

@@ -2,11 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import random_datums
-from safetensors.torch import load_file
 
 from rl import ServiceClient
 from rl.advantages import token_advantages
@@ -344,49 +339,3 @@ def test_the_reference_stays_what_it_was(service, rank):
     resumed = make_policy(service, model, None, path, 7)
     for scorer in (reference, StageHosts(service, resumed, model, None, {}, 7, path).beginning()):
         np.testing.assert_array_equal(np.concatenate(scorer.logprobs(datums, 0.8)), np.concatenate(first))
-
-
-# ------------------------------------------------------------------------------------------------------------ whole runs
-
-REWARD = "def digits(prompt, response, meta):\n    return sum(c.isdigit() for c in response) / 4 + (response[:1] == '1')\n"
-CASES = {
-    "head": "--kl-coef 0 --kl-target 0.0001 --normalise-rewards --num-substeps 2 --group-size 2 --curriculum success --curriculum-up 0.01 "
-    "--curriculum-down 0 --curriculum-window 3",
-    "critic, lora": "--critic-model policy --lora-rank 2 --kl-target 0.001 --kl-in loss --learning-rate 1e-2 --critic-learning-rate 1e-3",
-}
-
-
-def train(folder, *words):
-    command = [sys.executable, str(REPO / "train.py"), "ppo", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_and_two_steps_are_four(tmp_path, case):
-    """With the adaptive coefficient, the running statistics and the curriculum on their way."""
-    (tmp_path / "rewards.py").write_text(REWARD)
-    words = "--reward rewards.py:digits --steps 4 --save-every 2 --batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 3e-3 "
-    words = [*(words + CASES[case]).split()]
-    train(tmp_path, *words, "--output-dir", "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/checkpoints/ppo-final")
-    assert "going on from ppo-000002" in train(tmp_path, *words, "--output-dir", "out", "--resume")
-    rows = []
-    for name in ("whole", "out"):
-        text = (tmp_path / name / "metrics.jsonl").read_text()
-        rows.append([{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in text.splitlines()])
-    assert rows[0] == rows[1] and len(rows[0]) == 4
-    coefficients = [row["optim/kl_coef"] for row in rows[0]]
-    assert len(set(coefficients)) > 2, coefficients
-    if case == "head":
-        assert coefficients[0] == 0 and len({(row["reward/running_mean"], row["reward/running_std"]) for row in rows[0]}) == 4
-        assert [row["curriculum/level"] for row in rows[0]] == [0, 0, 0, 1]  # two of a window of three were seen when it was saved
-    files = sorted(p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole/checkpoints/ppo-final").rglob("*.safetensors"))
-    # of each model its weights, its head where it has one, its optimizer; and the generators
-    assert len(files) == (6 if "critic" in case else 4), files
-    for file in files:
-        whole, out = load_file(tmp_path / "whole" / file), load_file(tmp_path / "out" / file)  # a header's words have no order
-        assert whole.keys() == out.keys() and all(torch.equal(whole[name], out[name]) for name in whole), file

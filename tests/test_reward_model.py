@@ -12,7 +12,7 @@ import torch
 from helpers import ADAM, VOCABULARY, call, gradient, make_worker, relative_difference
 from safetensors.torch import load_file, save_file
 from test_dpo import largest_digit_pairs
-from whole_runs import final_weights, train, two_and_two
+from whole_runs import final_weights, train
 
 from rl import ServiceClient, checkpoint, cli
 from rl.comparison import LABELS, Comparison, ComparisonModel, Verdict, comparison_messages, swapped
@@ -311,12 +311,6 @@ def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
     print("held-out accuracy and loss:", [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "--lora-rank 4 --num-substeps 2", "--form comparison --base-model tiny:ascii"])
-def test_two_steps_and_two_resumed_are_four_to_the_bit(how, tmp_path):
-    two_and_two(f"reward_model --batch-size 8 --learning-rate 1e-2 --eval-every 2 --eval-limit 16 {how}", tmp_path)
-
-
 def reward_model(folder: Path, *, constant: float | None = None) -> Path:
     """A run of reward_model on a few pairs; with `constant`, one that says so whatever it reads."""
     train("reward_model --steps 2 --batch-size 8 --learning-rate 1e-2 --eval-every 0", folder)
@@ -330,28 +324,6 @@ def reward_model(folder: Path, *, constant: float | None = None) -> Path:
 
 
 SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
-CHANGING = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 3 --kl-target 1e-4 --normalise-rewards"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [f"rlhf --num-substeps 2 {CHANGING}", "grpo --group-size 4 --other-reward-weight 0.5 --kl-coef 0.1"])
-def test_rlhf_two_and_two_steps_are_four(how, tmp_path):
-    reward = tmp_path / "digits.py"  # the curriculum goes by what is correct, which of an untrained model's answers none would be
-    reward.write_text(
-        "from rl.rewards import RewardResult\n\n\ndef digits(prompt, response, meta):\n"
-        "    share = sum(c.isdigit() for c in response) / 4\n    return RewardResult(share, {'correct': share})\n"
-    )
-    rows = two_and_two(f"{how} --reward-model {reward_model(tmp_path / 'rm')} --reward {reward}:digits {SAMPLES}", tmp_path)
-    assert len({row["env/all/reward/learned"] for row in rows}) == 4
-    if "rlhf" in how:
-        for name in ("optim/kl_coef", "reward/running_mean", "curriculum/level"):
-            assert rows[1][name] != rows[2][name] or rows[2][name] != rows[3][name], f"{name} was saved in the middle of a change"
-    weight = 0.5 if "grpo" in how else 0.0
-    for row in rows:
-        expected = row["env/all/reward/learned"] + weight * row["env/all/reward/given"]
-        assert row["env/all/reward/total"] == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
