@@ -89,7 +89,8 @@ CASES: dict[str, dict[str, Case]] = {
     "ppo": {
         "head, kl from zero": Case(f"--kl-coef 0 --num-substeps 2 --group-size 2 {CHANGING}", MOVING),
         "critic, lora, kl in the loss": Case(
-            "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 --kl-in loss --reward FOLDER/rewards.py:digits",
+            "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 --kl-in loss "
+            "--reward FOLDER/rewards.py:digits",
             ("optim/kl_coef",),
         ),
     },
