@@ -193,7 +193,7 @@ def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
     for words, message in (
         (["grpo", "--dataset", "long.jsonl"], "row 300"),
         (["sft", "--dataset", "answer.jsonl", "--response-column", "response"], "row 17"),
-        (["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"], "lora_alpha"),
+        (["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"], "--lora-alpha is positive"),
     ):
         done = run(*words, "--max-tokens", "4", "--steps", "3", cwd=tmp_path, ok=False)
         assert done.returncode == 2 and message in done.stderr and not (tmp_path / "runs").exists(), done.stderr
