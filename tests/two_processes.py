@@ -10,12 +10,9 @@ from helpers import random_datums  # noqa: E402
 from rl import ServiceClient, types  # noqa: E402
 
 
-def main(out: Path, rank: int) -> None:
+def main(out: Path) -> None:
     service = ServiceClient(output_dir=out)
-    if rank:
-        client = service.create_lora_training_client("tiny:addition", rank=rank, seed=2)
-    else:
-        client = service.create_full_training_client("tiny:addition", seed=2)
+    client = service.create_full_training_client("tiny:addition", seed=2)
     steps = []
     for i, sizes in enumerate(([3, 4], [7], [1, 6], [1])):
         datums, losses = random_datums(sum(sizes), seed=i), []
@@ -42,4 +39,4 @@ def main(out: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))
