@@ -1,4 +1,4 @@
-"""A plain script on the clients, run by test_two_processes.py under several launches. Usage: two_processes.py OUT LORA_RANK."""
+"""A plain script on the clients, run by test_two_processes.py under several launches. Usage: two_processes.py OUT."""
 
 import json
 import sys
