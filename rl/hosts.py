@@ -109,7 +109,11 @@ class StageHosts:
         return {"rewards": LearnedRewards(scorer, learned.other_reward_weight)}
 
     def _reward_model(self, target: str) -> RewardModel:
-        path = Path(self.earlier[target]) if target in self.earlier else open_weights(target).path
+        found = None if target in self.earlier else open_weights(target)
+        if found is not None and found.stage is not None and found.stage.method != "reward_model":
+            made = found.stage.method
+            raise UserError(f"{target} is no reward model: {made} trained it, whose value head foretells its own policy's rewards")
+        path = Path(self.earlier[target]) if found is None else found.path
         if path is None or not (path / "state.json").is_file() or not checkpoint.read_state(path)["spec"].get("value_head"):
             raise UserError(
                 f"{target} is no reward model: it was saved without a value head. Train one with train.py reward_model; a language "

@@ -18,6 +18,7 @@ from rl.memory_trace import Arithmetic, Skeleton
 from rl.methods import METHODS
 from rl.plan_page import Device, StageNeeds, gib, print_plans
 from rl.prepare import begins_after
+from rl.reopen import is_run
 from rl.run_plan import Run, StagePlan
 from rl.settings import ModelSettings
 from rl.types import LoraConfig
@@ -100,7 +101,8 @@ def _others(method: str, settings: Any, policy: Skeleton) -> list[ModelShape]:
     """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy."""
     shapes = []
     for target in METHODS[method].weights(settings):
-        named = target.startswith("tiny:") or (Path(target).expanduser() / "config.json").is_file()
+        folder = Path(target).expanduser()
+        named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
         shapes.append((_skeleton(target, settings.model.tokenizer, None) if named else policy).shape)
     return shapes
 

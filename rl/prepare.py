@@ -11,6 +11,7 @@ from rl.curriculum import Curriculum
 from rl.data import load_problems
 from rl.data.problem_set import ProblemSet, joined
 from rl.errors import UserError
+from rl.fields import nearest
 from rl.learner import LearnerSettings
 from rl.methods import METHODS
 from rl.methods.offline import RolloutDataSettings, check_answers
@@ -188,9 +189,20 @@ def check_weights(stages: Sequence[StagePlan]) -> None:
                 f"the stage {plan.name} comes after a reward model, which is a judge and no policy: name the model that it is to begin "
                 f"from, base_model: {stages[i - 1].settings.model.base_model} for the one that the reward model began from"
             )
+        earlier = [stage.name for stage in stages[:i]]
+        _check_stage_name(base, plan, earlier)
         for target in METHODS[plan.method].weights(plan.settings):
-            if target not in {stage.name for stage in stages[:i]}:
+            if target not in earlier:
+                _check_stage_name(target, plan, earlier)
                 open_weights(target)
+
+
+def _check_stage_name(target: str, plan: StagePlan, earlier: Sequence[str]) -> None:
+    """Raises UserError for a single word that is nearly an earlier stage's name: found late, as a hub name that is not there."""
+    if target in earlier or target.startswith("tiny:") or "/" in target or Path(target).expanduser().exists():
+        return
+    if (near := nearest(target, earlier)) is not None:
+        raise UserError(f"stage {plan.name}: no earlier stage is called {target}, and no folder is; did you mean {near}?")
 
 
 def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:

@@ -59,7 +59,7 @@ def open_weights(target: str, checkpoint: str | None = None) -> Weights:
     UserError where there is nothing of that name, or nothing saved yet.
     """
     folder = Path(target).expanduser()
-    if _is_run(folder):
+    if is_run(folder):
         return _of_run(folder, checkpoint)
     if checkpoint is not None:
         raise UserError(f"--checkpoint {checkpoint} chooses among those of a run, and {target} is no folder of a run")
@@ -71,7 +71,7 @@ def open_weights(target: str, checkpoint: str | None = None) -> Weights:
     raise UserError(f"no folder {target}{_neighbours(folder)}: give {wanted}")
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """Whether config.json is a run's; a model's folder has one too."""
     return (folder / CONFIG).is_file() and "stages" in saved_config(folder)
 
@@ -109,7 +109,7 @@ def _of_folder(folder: Path) -> Weights:
     if folder.name == "model" and (folder.parent / "state.json").is_file():
         folder = folder.parent  # its state.json knows what the model was made from
     run_folder = folder.resolve().parent.parent
-    if (folder / "state.json").is_file() and _is_run(run_folder):
+    if (folder / "state.json").is_file() and is_run(run_folder):
         if any(row["name"] == folder.name for row in read_rows(run_folder / CHECKPOINTS)):
             return _of_run(run_folder, folder.name)
     if not any((folder / name).is_file() for name in ("state.json", "config.json", "adapter_config.json")):

@@ -23,7 +23,7 @@ from rl.methods.base import Models
 from rl.offline import train_offline
 from rl.online import train_online
 from rl.plan import check as check_memory
-from rl.prepare import Prepared, begins_after, check_rows, check_weights, prepare, worker_settings
+from rl.prepare import Prepared, begins_after, check_rows, check_weights, prepare, reward_of, worker_settings
 from rl.run_plan import Run, difference, resolved
 from rl.service import ServiceClient
 from rl.stage import Stage
@@ -303,7 +303,8 @@ def _uses(at: _Whereabouts, folder: Path) -> list[str]:
     """What a person does next with the weights of a run's last stage."""
     last = at.stages[-1].plan
     if last.method != "reward_model":
-        return [f"python sample.py {folder}", f"python evaluate.py {folder}"]
+        scored = reward_of(last.settings.data) is not None  # else evaluate.py would ask for a reward
+        return [f"python sample.py {folder}", *([f"python evaluate.py {folder}"] if scored else [])]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
     return [f"accelerate launch train.py {method} --{flag}-model {folder}"]

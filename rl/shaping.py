@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.episodes import Trajectory, TrajectoryGroup
+from rl.metrics import mean
 from rl.settings import ShapingSettings
 
 
@@ -78,7 +79,7 @@ class RewardShaper:
     def _steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
         """Rewards of each step; a group's final rewards and the penalties count for the last one."""
         s = self.settings
-        penalties, rewards_P_G_N = [], []
+        penalties, cut_off, rewards_P_G_N = [], [], []
         for group in groups:
             rewards_G_N = []
             for trajectory, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
@@ -86,11 +87,13 @@ class RewardShaper:
                 penalty = overlong_penalty(_longest(trajectory), self.max_tokens, s.overlong_share, s.overlong_penalty)
                 penalties.append(penalty)
                 steps[-1] = steps[-1] + final - penalty
-                if trajectory.transitions[-1].ac.stop_reason == "length":
-                    steps[-1] -= s.cut_off_penalty
+                cut_off.append(s.cut_off_penalty * (trajectory.transitions[-1].ac.stop_reason == "length"))
+                steps[-1] -= cut_off[-1]
                 rewards_G_N.append(steps)
             rewards_P_G_N.append(rewards_G_N)
-        self.metrics = {"reward/overlong_penalty": sum(penalties) / max(1, len(penalties))} if s.overlong_share else {}
+        self.metrics = {"reward/overlong_penalty": mean(penalties)} if s.overlong_share else {}
+        if s.cut_off_penalty:
+            self.metrics["reward/cut_off_penalty"] = mean(cut_off)
         return rewards_P_G_N
 
     def _update(self, totals_P_G: Sequence[Sequence[float]]) -> None:

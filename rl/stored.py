@@ -35,7 +35,7 @@ def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:
     if plan.settings.offline.needs_behaviour and drawn != scored:
         raise UserError(
             f"{what}, drawn at temperature {drawn:g}, which their logprobs are of, and would score them at {scored:g}: "
-            "set the same temperature for both"
+            f"give stage {plan.name} temperature: {drawn:g}"
         )
     return index
 

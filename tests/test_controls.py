@@ -73,7 +73,8 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
     assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).totals(groups) == [[2.5, 0.5], [0.0, 0.0]]
     groups[0].trajectories_G[1].transitions[-1].ac.stop_reason = "length"  # cut off: it alone pays
     assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).totals(groups) == [[3.0, -1.0], [0.0, 0.0]]
-    assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).steps(groups)[0] == [[3.0], [-1.0]]
+    shaper = RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10)
+    assert shaper.steps(groups)[0] == [[3.0], [-1.0]] and shaper.metrics == {"reward/cut_off_penalty": 0.5}
     guide = np.array([3.0, 1.0, 0.0, 0.0])
     guide = np.clip((guide - guide.mean()) / (guide.std() + 1e-8), -1.2, 1.2)
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True, reward_clip=1.2), 10)

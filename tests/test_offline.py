@@ -409,7 +409,7 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         ("grpo-1", "offline", "stored rollouts offline do not exist"),
         ("grpo-1", "''", "offline needs stored answers: .* the name of an earlier stage"),
         ("steps: 2, rollouts_every: 1", "steps: 2, rollouts_every: 0", "of stage grpo-1, which keeps none: set its rollouts_every"),
-        ("steps: 2,", "steps: 2, temperature: 0.7,", "drawn at temperature 0.7, .* would score them at 1: set the same"),
+        ("steps: 2,", "steps: 2, temperature: 0.7,", "drawn at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7"),
         ("method: grpo, base_model", "name: grpo-1, method: sft, base_model", "of stage grpo-1, but sft samples no answers"),
     ],
 )

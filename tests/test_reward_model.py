@@ -368,6 +368,14 @@ def test_the_best_weights_score_as_the_model_did(how, tmp_path):
     assert loops[0] == loops[1]
 
 
+@pytest.mark.slow
+def test_the_value_head_of_a_policy_is_no_reward_model(tmp_path):
+    small = "--steps 1 --batch-size 4 --max-tokens 2 --eval-every 0"
+    train(f"ppo {small}", tmp_path / "ppo")
+    with pytest.raises(UserError, match="is no reward model: ppo trained it"):
+        train(f"rlhf {small} --reward-model {tmp_path / 'ppo'}", tmp_path / "run")
+
+
 def test_a_comparing_judge_rewards_groups(tmp_path):
     """tiny:ascii judges itself, untrained: its rewards are shares of wins, whose mean is one half."""
     words = "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 --max-tokens 2 --reward None"
@@ -452,6 +460,9 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     assert begins("", rm, rm + ", name: second", rlhf) == [None, 0, None]  # a judge may go on from a judge
     assert begins("base_model: tiny:ascii", "method: sft", rm + ", base_model: tiny:chat", rlhf) == [None, None, 0]
     assert begins("", rm, rlhf, "method: sft") == [None, None, 1]
+    for wrong, near in (("method: rlhf, reward_model: reward_modl", "reward_model"), (rlhf + ", base_model: stf", "sft")):
+        with pytest.raises(UserError, match=f"stage rlhf: no earlier stage is called .*did you mean {near}"):
+            begins("", "method: sft", rm, wrong)
     with pytest.raises(UserError, match="the stage rlhf comes after a reward model.*base_model: tiny:ascii"):
         begins("", rm + ", base_model: tiny:ascii", rlhf)
 

@@ -105,6 +105,8 @@ def _files(path: Path, steps: range | None) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"stored rollouts {path} do not exist (seen from {Path.cwd()}): give a run's folder, or a file of rows")
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+    if folder == path and (path / "metrics.jsonl").is_file():
+        raise UserError(f"the run in {path} kept no rollouts: a method that samples writes them every rollouts_every steps")
     found = sorted(file for file in folder.iterdir() if file.name.endswith(FILE_SUFFIXES))
     if steps is not None:
         found = [file for file in found if _step(file) in steps]
