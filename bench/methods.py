@@ -63,11 +63,6 @@ class Learner:
     taught: bool = False
 
 
-def half_of_the_gap(rows: Rows) -> float:
-    """At least half of what the student gets wrong is put right: more of a reward's rise may be the reward model's mistakes."""
-    return (1 + figures(rows, "rlhf", HELD_OUT)[0]) / 2
-
-
 def nearly_right_sums(rows: Rows) -> float:
     """Three quarters of the way from the reward model's mean score of held-out wrong sums to that of right ones."""
     right, wrong = (figures(rows, "reward_model", f"test/rewards/{side}")[-1] for side in ("chosen", "rejected"))
@@ -91,7 +86,7 @@ METHODS = {
     "ppo": Learner("addition_ppo", (Check("ppo", HELD_OUT, 0.95),), taught=True),
     "rlhf": Learner(  # the reward model first, then what is learnt from it: its scores and the true reward, which it never sees
         "addition_rlhf",
-        (Check("reward_model", PAIRS, 0.9), Check("rlhf", LEARNED, nearly_right_sums), Check("rlhf", HELD_OUT, half_of_the_gap)),
+        (Check("reward_model", PAIRS, 0.9), Check("rlhf", LEARNED, nearly_right_sums), Check("rlhf", HELD_OUT, 0.8)),
     ),
     "offline": Learner("addition_offline", (Check("offline", HELD_OUT, better_than_its_data),)),
     "distill": Learner(
