@@ -34,9 +34,9 @@ def teach(client, renderer, rng: random.Random, steps: int) -> None:
         client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result()
 
 
-def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8) -> float:
-    rng = random.Random(0)
-    service = ServiceClient()
+def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: int = 0) -> float:
+    rng = random.Random(seed)
+    service = ServiceClient(seed=seed)
     client = service.create_full_training_client("tiny:addition")
     renderer = renderers.get_renderer("plain", client.get_tokenizer())
     params = types.SamplingParams(max_tokens=4, stop=renderer.get_stop_sequences())
@@ -75,5 +75,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sft-steps", type=int, default=400, help="steps of supervised teaching before the loop")
     parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, problems and samples")
     args = parser.parse_args()
-    main(args.sft_steps, args.steps)
+    main(args.sft_steps, args.steps, seed=args.seed)

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.logbook import CURVES
-from rl.plots import draw
+from rl.report import CURVES, draw
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("runs", nargs="+", type=Path, help="folders of runs (or their metrics.jsonl)")
@@ -20,7 +19,7 @@ def main() -> int:
     default = first / CURVES if len(args.runs) == 1 else Path(CURVES)
     try:
         print(draw(args.runs, args.out or default, args.labels))
-    except (FileNotFoundError, UserError) as error:
+    except (OSError, ImportError, UserError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2
     return 0

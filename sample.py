@@ -1,7 +1,9 @@
 """Ask saved weights: `python sample.py runs/addition --prompt "12+34=" -n 4`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name or tiny:<preset>.
-Without --prompt, prompts are read line by line: from a pipe, or as you type them (Ctrl-D ends).
+Without --prompt, prompts are read line by line: from a pipe, or as you type them (Ctrl-D ends); with --dataset they are its rows.
+Besides those below it takes every flag that says how data is read and asked, as train.py does (docs/data.md): --prompt-column,
+--prompt-suffix, --template.enable_thinking false, --stop, ...
 """
 
 import argparse
@@ -12,6 +14,9 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("weights", metavar="WEIGHTS", help="a run's folder, a folder of weights, a hub name or tiny:<preset>")
 parser.add_argument("--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)")
 parser.add_argument("--prompt", nargs="+", help="what to ask, one or several")
+parser.add_argument("--dataset", help="ask the rows of a file, folder or hub data set (their test split, if they have one)")
+parser.add_argument("--image", nargs="+", default=[], help="files that are shown with every prompt, to a model that sees")
+parser.add_argument("--limit", type=int, default=5, help="of --dataset the first so many rows (default 5)")
 parser.add_argument("-n", type=int, default=1, help="answers to each prompt (default 1)")
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1)")
 parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
@@ -34,29 +39,35 @@ def prompts(given: list[str] | None) -> Iterator[str]:
 
 
 def main(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
     from rich.console import Console
     from rich.text import Text
 
-    from rl.hosts import make_renderer
-    from rl.reopen import open_weights
-    from rl.settings import DataSettings, SamplingSettings
+    from rl.images import said
+    from rl.run import asked_with, make_renderer, open_weights
+    from rl.settings import DataSettings, SamplingSettings, override
     from rl.types import SamplingParams
 
     weights = open_weights(args.weights, args.checkpoint)
     data = weights.stage.settings.data if weights.stage else DataSettings()
     sampling = weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
+    data, sampling = override((data, sampling), args.others)
     temperature = sampling.temperature if args.temperature is None else args.temperature
-    system_prompt = data.system_prompt if args.system_prompt is None else args.system_prompt
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    data = replace(data, system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt) or None)
     console = Console(highlight=False, soft_wrap=True)
     with weights.service(args.seed) as service:
         sampler = weights.sampler(service)
-        renderer = make_renderer(sampler, args.renderer or data.renderer)
+        renderer = make_renderer(sampler, args.renderer or data.renderer, data.template, sampling.stop)
         params = SamplingParams(args.max_tokens or sampling.max_tokens, None, renderer.get_stop_sequences(), temperature)
         console.print(Text(f"{weights.name}, temperature {temperature:g}, at most {params.max_tokens} tokens", style="dim"))
-        for prompt in prompts(args.prompt):
-            tokens = renderer.build_generation_prompt([*system, {"role": "user", "content": prompt}])
-            console.print(Text(f"\n{prompt}", style="bold cyan"))
+        for messages in asked_with(data, prompts(args.prompt), args.dataset, args.limit):
+            if args.image:
+                text = {"type": "text", "text": said(messages[-1]["content"])}
+                shown = [{"type": "image", "image": path} for path in args.image]
+                messages = [*messages[:-1], {**messages[-1], "content": [*shown, text]}]
+            tokens = renderer.build_generation_prompt(messages)
+            console.print(Text(f"\n{said(messages[-1]['content'])}", style="bold cyan"))
             for sequence in sampler.sample(tokens, args.n, params).result().sequences:
                 message, ended = renderer.parse_response(sequence.tokens)
                 mean = sum(sequence.logprobs or []) / max(1, len(sequence.tokens))
@@ -65,11 +76,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    args = parser.parse_args()
-    for name, least in {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}.items():
+    args, args.others = parser.parse_known_args()
+    for name, least in {"limit": 1, "n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}.items():
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
-    from rl.entry import guarded
+    from rl.run import guarded
 
     sys.exit(guarded(lambda: main(args), see="python sample.py --help", outcome="nothing more is asked"))

@@ -7,13 +7,13 @@ No words at all run the default recipe, recipes/addition.yaml. `--help` lists me
 import sys
 from pathlib import Path
 
-from rl.cli import parse
+from rl.environments import show_help
 from rl.methods import METHODS
-from rl.settings import RunSettings
+from rl.settings import RunSettings, parse
 
 if __name__ == "__main__":
-    run = parse(sys.argv[1:], METHODS, Path(__file__).parent / "recipes" / "addition.yaml", options=RunSettings)
+    run = parse(sys.argv[1:], METHODS, Path(__file__).parent / "recipes" / "addition.yaml", options=RunSettings, environments=show_help)
 
-    from rl.entry import main  # torch and everything heavy, once there is something to run
+    from rl.run import main  # torch and everything heavy, once there is something to run
 
     sys.exit(main(run))

@@ -70,12 +70,18 @@ class Part:
 PARTS = (
     Part("default_recipe", "the default recipe, seeds 0, 1 and 2: time, accuracy before and after", "campaign.py", ("--default-recipe",)),
     Part("methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"),
+    Part("learning_seeds", "the tests that learn, with three seeds: every figure past its bar, and by how much", "learning_seeds.py"),
+    Part("architectures", "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong", "architectures.py"),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
     Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
     Part("grpo_losses_vs_trl", "GRPO's loss types against TRL: losses and gradients equal to 1e-4", "grpo_losses_vs_trl.py", peers=True),
     Part("scaling", "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes", "scaling.py", ("--measure",)),
+    Part("graders", "the math graders on real text: agreement with published grades", "graders.py"),
+    Part("code_sets", "reference solutions and empty bodies of HumanEval and MBPP through code_tests", "code_sets.py"),
     Part("kill_campaign", "kill -9 of a random rank of two, twenty seeds: resumed to the same bits", "kill_campaign.py"),
+    Part("soak", "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step stay flat", "soak.py"),
+    Part("fuzz", "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean error", "fuzz.py"),
     Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--variants", "plain", "fused")),
 )
 

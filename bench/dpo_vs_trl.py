@@ -4,7 +4,7 @@
 
 Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the same order, in fp32 on a CPU,
 with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and clipping to norm 1, each with its own tokenisation, reference,
-losses and optimizer step. Whetstone runs `rl.offline.train_offline`; TRL runs `DPOTrainer.train()`, from whose `compute_loss` the
+losses and optimizer step. Whetstone runs `rl.run.offline.train_offline`; TRL runs `DPOTrainer.train()`, from whose `compute_loss` the
 figures are read (those that it logs are rounded). The table has a row for each step and loss; the exit code is 1 if any loss or
 reward differs by more than 1e-4 (relative, where above 1).
 """
@@ -31,8 +31,9 @@ LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}  # Whetstone's name to TRL's
 def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
     """The stage as Whetstone's command line would make it; the TRL side takes its pairs and their order from here."""
     from rl.methods.dpo import DpoSettings, PreferenceSettings
-    from rl.run_plan import StagePlan
-    from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings
+    from rl.settings.data_tables import PreferenceDataSettings
+    from rl.settings.run_plan import StagePlan
+    from rl.settings.tables import LoopSettings, ModelSettings, OptimSettings
 
     settings = DpoSettings(
         model=ModelSettings(base_model=str(model)),
@@ -46,13 +47,14 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
 
 def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> list[dict[str, float]]:
     """`train_offline` on a real Stage that keeps its metrics instead of logging them."""
-    from rl.hosts import StageHosts, make_policy, make_renderer
+    from rl.clients.service import ServiceClient
     from rl.methods import METHODS
     from rl.methods.base import Models
-    from rl.offline import train_offline
-    from rl.prepare import prepare, worker_settings
-    from rl.service import ServiceClient
-    from rl.stage import Stage
+    from rl.run.device_side import worker_settings
+    from rl.run.hosts import StageHosts, make_policy, make_renderer
+    from rl.run.offline import train_offline
+    from rl.run.prepare import prepare
+    from rl.run.stage import Stage
 
     found: list[dict[str, float]] = []
 
@@ -86,7 +88,7 @@ def run_trl(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> l
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    from rl.prepare import prepare
+    from rl.run.prepare import prepare
     from rl.seeds import derive_seed
 
     found: list[dict[str, float]] = []
@@ -147,7 +149,7 @@ def main() -> int:
     import trl
     from transformers.utils import logging as transformers_logging
 
-    from rl.models import load_model
+    from rl.models.load import load_model
 
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()

@@ -125,12 +125,13 @@ def _completions(inputs: dict[str, Any]) -> list[Completion]:
 
 def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path, drawn: list[Completion]) -> Steps:
     """The hooks of `grpo` on a real client; what its worker computes is noted on the way."""
-    from rl import driver
+    from rl.clients import driver
+    from rl.clients.service import ServiceClient
+    from rl.judges.scoring import FrozenScorer
     from rl.methods.base import Models, Progress
-    from rl.methods.grpo import GrpoSettings, PolicyGradient, PolicyGradientSettings
-    from rl.scoring import FrozenScorer
-    from rl.service import ServiceClient
-    from rl.settings import KlSettings, OptimSettings, SamplingSettings
+    from rl.methods.grpo import PolicyGradient
+    from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
+    from rl.settings.tables import KlSettings, OptimSettings, SamplingSettings
 
     steps, execute = Steps(), driver._execute
 
@@ -169,8 +170,8 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
 
 def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     """The completions as trajectory groups, scored and rewarded by Whetstone. ValueError where a group has no signal."""
-    from rl.episodes import Trajectory, TrajectoryGroup, Transition
-    from rl.rollout import is_mixed
+    from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
+    from rl.episodes.rollout import is_mixed
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
@@ -224,7 +225,7 @@ def main() -> int:
     import trl
     from transformers.utils import logging as transformers_logging
 
-    from rl.models import load_model
+    from rl.models.load import load_model
 
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()

@@ -8,7 +8,7 @@ one that waits is blocked on a pipe, so whatever else the machine does meets bot
 loop (data, sampling, rewards, backward, optimizer, new weights to the sampler); evaluation and saving are outside it on both
 sides. CPU seconds are those of the peer's process, all threads.
 
-Whetstone runs `rl.online.train_online`; TRL runs `GRPOTrainer.train()` with what is fastest for it here: plain `generate` (its
+Whetstone runs `rl.run.online.train_online`; TRL runs `GRPOTrainer.train()` with what is fastest for it here: plain `generate` (its
 continuous batching is slower on a CPU), no reference model (beta 0), one micro-batch of all completions, fp32, no gradient
 checkpointing, no logging, no saving. Both: AdamW (0.9, 0.95), constant learning rate, clipping to norm 1, advantages divided by
 the group's std, loss averaged over tokens.
@@ -91,9 +91,10 @@ class Turns:
 
 def grpo_plan(args: argparse.Namespace) -> Any:
     """The stage as Whetstone's command line would make it; the TRL side takes its problems, order and reward from here."""
-    from rl.methods.grpo import GrpoSettings, PolicyGradientSettings
-    from rl.run_plan import StagePlan
-    from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+    from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
+    from rl.settings.data_tables import DataSettings
+    from rl.settings.run_plan import StagePlan
+    from rl.settings.tables import LoopSettings, ModelSettings, OptimSettings, SamplingSettings
 
     settings = GrpoSettings(
         model=ModelSettings(base_model=str(args.model)),
@@ -108,14 +109,15 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by `Turns`."""
-    from rl.hosts import make_policy, make_renderer
-    from rl.interrupts import StopRequest
+    from rl.clients.service import ServiceClient
     from rl.methods import METHODS
     from rl.methods.base import Models
-    from rl.online import train_online
-    from rl.prepare import prepare, worker_settings
-    from rl.service import ServiceClient
-    from rl.stage import Stage
+    from rl.ranks.interrupts import StopRequest
+    from rl.run.device_side import worker_settings
+    from rl.run.hosts import make_policy, make_renderer
+    from rl.run.online import train_online
+    from rl.run.prepare import prepare
+    from rl.run.stage import Stage
 
     class TimedStage(Stage):
         def start(self) -> Any:
@@ -149,8 +151,8 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from rl.prepare import prepare
     from rl.rewards import resolve_reward
+    from rl.run.prepare import prepare
     from rl.seeds import derive_seed
 
     class InTurn(TrainerCallback):
@@ -243,12 +245,13 @@ def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
 
 def accuracies(args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[int, float]]:
     """Held-out sampled accuracy of every weights folder: one evaluator, the same random streams for all."""
+    from rl.clients.service import ServiceClient
     from rl.environments import ProblemGroupBuilder
-    from rl.hosts import make_renderer
-    from rl.metrics import group_metrics
-    from rl.prepare import prepare, worker_settings
-    from rl.rollout import rollout
-    from rl.service import ServiceClient
+    from rl.episodes.metrics import group_metrics
+    from rl.episodes.rollout import rollout
+    from rl.run.device_side import worker_settings
+    from rl.run.hosts import make_renderer
+    from rl.run.prepare import prepare
     from rl.types import SamplingParams
 
     plan = grpo_plan(args)

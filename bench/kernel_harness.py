@@ -30,10 +30,11 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed: `run`, on what `prepare` made (not timed) just before."""
+    """What is timed: `run`, on what `prepare` made (not timed) just before. `clear` lets go of what the last call left."""
 
     run: Callable[[Any], object]
     prepare: Callable[[], Any] = lambda: None
+    clear: Callable[[], None] = lambda: None
 
     def __call__(self) -> object:
         return self.run(self.prepare())
@@ -65,6 +66,7 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
         if device == "cuda":
             step()
             torch.cuda.synchronize()
+            step.clear()  # or the last call's gradients, freed inside the next, would hide as many bytes of its peak
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step()
@@ -76,3 +78,16 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
         for name in list(steps) if round_ % 2 == 0 else list(steps)[::-1]:
             samples[name].append(once(steps[name], device, flush))
     return {name: Timing(*quantiles(samples[name]), peaks[name]) for name in steps}
+
+
+def captured(run: Callable[[], object]) -> Step:
+    """A step that replays `run` from a CUDA graph: its device time, where the host would take longer to launch it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return Step(lambda _: graph.replay())

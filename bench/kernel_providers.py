@@ -1,7 +1,8 @@
 """Who computes token logprobs from hidden states: ours and others', each as a function from one problem to logprobs [T].
 
 A provider raises CannotRun with the reason where it cannot. `memory` is its class: "flat" holds no [T, V], "logits" does;
-only providers of one class are to be compared. `products` counts N D V of its own algorithm, forward and backward.
+only providers of one class are to be compared. `products` counts N D V of its own algorithm, forward and backward (Liger's
+Triton path and torch's chunks recompute where a loss for each token is asked for).
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ _compiled = torch.compile(plain, dynamic=False)
 
 
 def _torch_compile(p: Problem) -> Tensor:
+    """The caller resets dynamo between shapes: after eight of them it runs the function as it is, under the compiled one's name."""
     return _compiled(p.x, p.w, p.y, p.shape.softcap)
 
 
@@ -137,8 +139,8 @@ PROVIDERS = (
     Provider("torch", "logits", 6, _torch),
     Provider("torch_frozen", "logits", 4, _torch, frozen=True),
     Provider("torch_compile", "logits", 6, _torch_compile),
-    Provider("torch_linear_cross_entropy", "flat", 6, _torch_linear_cross_entropy),
-    Provider("liger_triton", "flat", 6, _liger_triton),
+    Provider("torch_linear_cross_entropy", "flat", 8, _torch_linear_cross_entropy),
+    Provider("liger_triton", "flat", 8, _liger_triton),
     Provider("liger_scaled", "flat", 8, _liger_scaled),
     Provider("cut_cross_entropy", "flat", 8, _cut_cross_entropy),
 )

@@ -6,8 +6,9 @@
     python bench/kernels.py --device cpu                   # a tiny head; shows that everything runs, not how fast
 
 Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss, gae. Every provider gets the same seeded gradient
-for each token's logprob, takes its turn in alternating order, and is compared with float64 on a few rows. One that cannot run
-says why. "floor" is the least time its own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
+for each token's logprob and is compared with float64: logprobs and dX of 16 tokens, dW of 16 vocabulary rows. One at a time is on
+the device, each row is written as it is measured, and one that cannot run says why. "floor" is the least time its
+own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
 no ratio is given.
 Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
 """
@@ -17,41 +18,59 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.kernel_harness import Step, Timing, measure  # noqa: E402
+from bench.kernel_harness import Step, Timing, captured, measure  # noqa: E402
 from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider  # noqa: E402
 from bench.shapes import SHAPES, TINY, TOKENS, Shape, copy_floor_ms, floor_ms  # noqa: E402
 from kernels import gae, policy_loss, token_logprob  # noqa: E402
 
-COLUMNS = "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms floor_ms ratio peak_mb error".split()
+Errors = tuple[float, float, float]  # logp, dX, dW
+
+COLUMNS = "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms floor_ms ratio peak_mb".split()
+COLUMNS += ["error", "error_dx", "error_dw"]
 Row = dict[str, object]
 
 
-def row(operation: str, name: str, memory: str, phase: str, p: Problem, timing: Timing, floor: float, error: float) -> Row:
+def row(operation: str, name: str, memory: str, phase: str, p: Problem, timing: Timing, floor: float, errors: Errors) -> Row:
     shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
     sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
     times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
     ratio = f"{timing.median / floor:.2f}" if p.x.is_cuda else "nan"  # the floors are an H100's
-    figures = [*times, ratio, f"{timing.peak_bytes / 1e6:.0f}", f"{error:.1e}"]
+    figures = [*times, ratio, f"{timing.peak_bytes / 1e6:.0f}", *(f"{error:.1e}" for error in errors)]
     return dict(zip(COLUMNS, [operation, name, memory, phase, *sizes, *figures], strict=True))
 
 
-def error_of(logp: torch.Tensor, p: Problem) -> float:
-    """The largest error of the first 16 tokens' logprobs against float64."""
+def errors_of(logp: torch.Tensor, p: Problem, rows: int = 16) -> Errors:
+    """The largest errors against float64: of the first tokens' logprobs and dX, and of dW of as many rows of the vocabulary.
+
+    Gradients are divided by the largest exact one.
+    """
     with torch.no_grad():
-        exact = plain64(p)
-        return (logp[:16].double() - exact).abs().max().item()
-
-
-def plain64(p: Problem) -> torch.Tensor:
-    logits = p.x[:16].double() @ p.w.double().t()
-    logits = logits if p.shape.softcap is None else p.shape.softcap * torch.tanh(logits / p.shape.softcap)
-    return logits.log_softmax(-1).gather(-1, p.y[:16, None]).squeeze(-1)
+        some = torch.linspace(0, p.shape.V - 1, rows, device=p.x.device).long()
+        error, error_dx, dw = 0.0, 0.0, torch.zeros(rows, p.shape.D, dtype=torch.float64, device=p.x.device)
+        wide = p.w.double()
+        for at in range(0, len(p.y), 512):
+            x, y, g = p.x[at : at + 512].double(), p.y[at : at + 512], p.upstream[at : at + 512].double()
+            z = x @ wide.t()
+            slope = torch.ones_like(z)
+            if p.shape.softcap is not None:
+                z = p.shape.softcap * torch.tanh(z / p.shape.softcap)
+                slope = 1 - (z / p.shape.softcap) ** 2
+            exact = z.log_softmax(-1)
+            dz = (torch.nn.functional.one_hot(y, p.shape.V) - exact.exp()).mul_(g[:, None]).mul_(slope)
+            dw += dz[:, some].t() @ x
+            if at == 0:
+                error = (logp[:rows].double() - exact[:rows].gather(-1, y[:rows, None])[:, 0]).abs().max().item()
+                dx = dz[:rows] @ wide
+                error_dx = ((p.x.grad[:rows].double() - dx).abs().max() / dx.abs().max()).item() if p.x.grad is not None else float("nan")
+        error_dw = ((p.w.grad[some].double() - dw).abs().max() / dw.abs().max()).item() if p.w.grad is not None else float("nan")
+        return error, error_dx, error_dw
 
 
 def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
@@ -64,44 +83,40 @@ def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
         fresh()
         return provider.logprobs(p)
 
-    forward = Step(lambda _: provider.logprobs(p))
-    backward = Step(lambda logp: logp.backward(p.upstream), prepared)
-    both = Step(lambda _: provider.logprobs(p).backward(p.upstream), fresh)
+    forward = Step(lambda _: provider.logprobs(p), clear=fresh)
+    backward = Step(lambda logp: logp.backward(p.upstream), prepared, fresh)
+    both = Step(lambda _: provider.logprobs(p).backward(p.upstream), fresh, fresh)
     return {"forward": forward, "backward": backward, "both": both}
 
 
-def bench_head(shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int) -> list[Row]:
-    rows: list[Row] = []
-    phases: dict[str, dict[str, Step]] = {"forward": {}, "backward": {}, "both": {}}
-    problems, errors = {}, {}
+def bench_head(shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int) -> Iterator[Row]:
+    """One provider after the other, each with a problem of its own that is gone before the next: the largest take most of a GPU."""
     for provider in (provider for provider in PROVIDERS if provider.name in names):
-        p = Problem.make(shape, tokens, device, dtype, provider.frozen)
+        torch._dynamo.reset()
         try:
-            logp = provider.logprobs(p)
-            logp.backward(p.upstream)
+            yield from one_provider(provider, shape, tokens, device, dtype, repeats)
         except CannotRun as reason:
             print(f"  {provider.name}: left out: {reason}")
-            continue
-        except (RuntimeError, ImportError, NotImplementedError, TypeError, ValueError, AssertionError) as failure:
-            # Others' code: any failure is theirs to have, and the rest of the table is still wanted.
-            print(f"  {provider.name}: left out: {type(failure).__name__}: {str(failure).splitlines()[0][:120]}")
-            continue
-        problems[provider.name], errors[provider.name] = p, error_of(logp.detach(), p)
-        del logp
-        p.x.grad = p.w.grad = None
-        for phase, step in head_steps(provider, p).items():
-            phases[phase][provider.name] = step
-    for phase, steps in phases.items():
-        for name, timing in measure(steps, device, repeats).items():
-            provider = next(provider for provider in PROVIDERS if provider.name == name)
-            forward = 2 if name != "ours_frozen" else 4
-            products = {"forward": forward, "backward": max(provider.products - forward, 0.01), "both": provider.products}[phase]
-            floor = floor_ms(products, tokens, shape)
-            rows.append(row("linear_logprob", name, provider.memory, phase, problems[name], timing, floor, errors[name]))
-    return rows
+        except Exception as failure:  # noqa: BLE001  (others' code may raise anything; the rest of the table is still wanted)
+            print(f"  {provider.name}: left out: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}")
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> list[Row]:
+def one_provider(provider: Provider, shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+    p = Problem.make(shape, tokens, device, dtype, provider.frozen)
+    logp = provider.logprobs(p)
+    logp.backward(p.upstream)
+    errors = errors_of(logp.detach(), p)
+    del logp
+    for phase, step in head_steps(provider, p).items():
+        timing = measure({phase: step}, device, repeats)[phase]
+        forward = 2 if provider.name != "ours_frozen" else 4
+        products = {"forward": forward, "backward": max(provider.products - forward, 0.01), "both": provider.products}[phase]
+        yield row("linear_logprob", provider.name, provider.memory, phase, p, timing, floor_ms(products, tokens, shape), errors)
+
+
+def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
     """token_logprob: the floor is one read forward, one read and one write backward."""
     p = Problem.make(shape, tokens, device, dtype)
     with torch.no_grad():
@@ -117,32 +132,34 @@ def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, rep
         leaf.float().log_softmax(-1).gather(-1, p.y[:, None]).squeeze(-1).backward(p.upstream)
 
     steps = {"ours": Step(ours), "torch": Step(torch_plain), "ours forward": Step(lambda _: token_logprob(logits, p.y))}
-    size, rows = logits.numel() * logits.element_size(), []
+    size = logits.numel() * logits.element_size()
     for name, timing in measure(steps, device, repeats).items():
         phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
-        rows.append(row("token_logprob", name.split()[0], "logits", phase, p, timing, copy_floor_ms(copies * size), error))
-    return rows
+        errors = (error, float("nan"), float("nan"))
+        yield row("token_logprob", name.split()[0], "logits", phase, p, timing, copy_floor_ms(copies * size), errors)
 
 
-def bench_tokens(tokens: int, device: str, repeats: int) -> list[Row]:
-    """policy_loss and gae: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms for 32k tokens."""
+def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
+    """policy_loss and gae: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms for 32k tokens.
+
+    "graph": replayed, so that the host's 0.1 ms is not in it.
+    """
     p = Problem.make(Shape(model="tokens", D=1, V=2), tokens, device, torch.float32)
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
     cu = torch.arange(0, tokens + 1, max(tokens // 32, 1), device=device)
     cu[-1] = tokens
-    steps = {
-        "policy_loss": Step(lambda _: policy_loss(logp, old, advantage, kind="ppo")),
-        "gae": Step(lambda _: gae(logp, old, cu, 0.99, 0.95)),
-    }
-    timings = measure(steps, device, repeats)
-    return [row(name, "ours", "flat", "forward", p, t, copy_floor_ms(32 * tokens), 0.0) for name, t in timings.items()]
+    calls = {"policy_loss": lambda: policy_loss(logp, old, advantage, kind="ppo"), "gae": lambda: gae(logp, old, cu, 0.99, 0.95)}
+    for name, call in calls.items():
+        steps = {"forward": Step(lambda _, call=call: call())} | ({"graph": captured(call)} if device == "cuda" else {})
+        for phase, timing in measure(steps, device, repeats).items():
+            yield row(name, "ours", "flat", phase, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
 
 
-def show(rows: list[Row]) -> None:
-    for r in rows:
-        label = f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} {r['model']:13s} {r['tokens']:>6}"
-        times = f"{r['median_ms']:>11} ms [{r['low_ms']}, {r['high_ms']}]"
-        print(f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  error {r['error']}")
+def show(r: Row) -> None:
+    label = f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} {r['model']:13s} {r['tokens']:>6}"
+    times = f"{r['median_ms']:>11} ms [{r['low_ms']}, {r['high_ms']}]"
+    errors = f"{r['error']} {r['error_dx']} {r['error_dw']}"
+    print(f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  errors {errors}", flush=True)
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -169,6 +186,16 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def every_row(
+    shapes: list[Shape], tokens_list: list[int], device: str, dtype: torch.dtype, names: list[str], repeats: int
+) -> Iterator[Row]:
+    for shape in shapes:
+        for tokens in tokens_list:
+            yield from bench_head(shape, tokens, device, dtype, names, repeats)
+            yield from bench_logits(shape, tokens, device, dtype, repeats)
+    yield from bench_tokens(32_768, device, repeats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [shape.model for shape in (*SHAPES, TINY)]
@@ -188,22 +215,17 @@ def main() -> None:
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     repeats = min(args.repeats, 10) if args.quick else args.repeats
     print(f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, {dtype}, {repeats} repeats")
-    rows: list[Row] = []
-    for shape in (shape for shape in (*SHAPES, TINY) if shape.model in models):
-        for tokens in tokens_list:
-            fresh = bench_head(shape, tokens, args.device, dtype, args.providers, repeats)
-            fresh += bench_logits(shape, tokens, args.device, dtype, repeats)
-            show(fresh)
-            rows += fresh
-    fresh = bench_tokens(32_768, args.device, repeats)
-    show(fresh)
-    rows += fresh
     path = args.csv or Path(__file__).resolve().parent / "results" / f"kernels_{args.device}_table.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(rows)
+        for r in every_row([s for s in (*SHAPES, TINY) if s.model in models], tokens_list, args.device, dtype, args.providers, repeats):
+            rows.append(r)
+            writer.writerow(r)
+            file.flush()
+            show(r)
     print(f"wrote {path}")
     if args.plot:
         plot(rows, args.plot)

@@ -2,7 +2,7 @@
 
     python bench/kill_campaign.py [--seeds 20]
 
-Ranks are forks that know each other over gloo, as in tests/test_crash_safety.py, which does five of these seeds. Exit code 1, and the
+Ranks are forks that know each other over gloo, as in tests/test_crash_safety.py, which does three of these seeds. Exit code 1, and the
 seed's row, where a resumed run differs from the undisturbed one, a rank does not end, or a process is left behind.
 """
 
@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+sys.path[0] = str(HERE.parent)  # before this folder, whose kernels.py would be taken for the package of that name
+sys.path[1:1] = [str(HERE.parent / "tests"), str(HERE)]
 
 from campaign import RESULTS, machine, write_table  # noqa: E402
 from rank_server import Ranks  # noqa: E402

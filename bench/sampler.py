@@ -76,11 +76,11 @@ def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
     return sum(len(s.logprobs or []) for response in responses for s in response.sequences)
 
 
-def measure(shape: Shape, repeats: int) -> list[dict]:
+def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
     """Median seconds of every peer, interleaved."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
-    ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens))
+    model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval().to(device)
+    ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).to(device)
     fast, generic = make_decoder(model, kind="fast"), make_decoder(model, kind="hf")
     peers: dict[str, Callable[[], int]] = {
         "generate": lambda: with_generate(model, ids, shape),
@@ -93,6 +93,8 @@ def measure(shape: Shape, repeats: int) -> list[dict]:
         for name, run in peers.items():
             start = time.perf_counter()
             tokens = run()
+            if device == "cuda":
+                torch.cuda.synchronize()
             elapsed = time.perf_counter() - start
             if tokens != expected:
                 raise RuntimeError(f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}")
@@ -121,10 +123,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES])
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sampler_cpu.csv")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path, default=None, help="default: bench/results/sampler_<device>.csv")
     args = parser.parse_args()
+    args.output = args.output or Path(__file__).parent / "results" / f"sampler_{args.device}.csv"
     torch.set_num_threads(args.threads)
-    rows = [row for shape in SHAPES if shape.name in args.shapes for row in measure(shape, args.repeats)]
+    rows = [row for shape in SHAPES if shape.name in args.shapes for row in measure(shape, args.repeats, args.device)]
     print(f"torch {torch.__version__}, {args.threads} threads, fp32, median of {args.repeats} interleaved repeats")
     print(f"load average {rows[-1]['load_average']}: above {args.threads} or so, others share the cores and the ratios shrink")
     print(f"{'shape':8} {'parameters':>10} {'peer':22} {'median ms':>10} {'fastest':>9} {'tokens/s':>9} {'ratio':>6}")

@@ -4,7 +4,7 @@
     python bench/scaling.py --measure              # first: bytes that two gloo processes really send, against the model
     python bench/scaling.py --sampling-rate 7:2500 --mfu 0.35 --reward-seconds 0.05
 
-Memory is that of `train.py --plan` (rl.memory_plan). Nothing overlaps: sampling, arithmetic, traffic and the driver's work
+Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: sampling, arithmetic, traffic and the driver's work
 are added, which is how the loop runs (only ZeRO-2 may overlap its sending, by a setting). The work grows with the GPUs: a
 fixed number of answers for each. What the figures rest on is printed first; the rates are inputs, not measurements.
 W: ranks, N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
@@ -30,7 +30,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from scaling_page import draw, show, write_csv  # noqa: E402
 
-from rl.memory_plan import GIB, REUSE, ROOM, Held, Launch, ModelShape, Work, micro_batch, plan, sampled_at_once  # noqa: E402
+from rl.memory.plan import GIB, REUSE, ROOM, Held, Launch, ModelShape, Work, plan  # noqa: E402
+from rl.memory.step import micro_batch, sampled_at_once  # noqa: E402
 
 RESULTS = HERE / "results"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -192,7 +193,7 @@ def skeletons(names: Sequence[str]) -> dict[str, Any]:
     """The models by name, from configs written aside: no weights."""
     from transformers import Qwen2Config
 
-    from rl.memory_trace import Skeleton
+    from rl.memory.trace import Skeleton
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +214,7 @@ def table(
     """Every size, number of GPUs and launch. One GPU is one process without a launch."""
     import torch
 
-    from rl.memory_trace import Arithmetic
+    from rl.memory.trace import Arithmetic
 
     rows = []
     for name, skeleton in skeletons(names).items():
@@ -251,7 +252,7 @@ def compare(folder: Path, micro_batches: int = 3) -> list[dict[str, Any]]:
     """Measured against modelled bytes, a row for each launch and collective."""
     from scaling_measure import write_model
 
-    from rl.memory_trace import Skeleton
+    from rl.memory.trace import Skeleton
 
     shape = Skeleton(write_model(folder / "model"), None, None).shape
     rows = []

@@ -22,10 +22,14 @@ from torch.utils._pytree import tree_iter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl import distributed  # noqa: E402
-from rl.learner import LearnerSettings  # noqa: E402
-from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
-from rl.worker import ModelSpec, Worker, WorkerSettings  # noqa: E402
+from rl.clients.worker import ModelSpec, Worker, WorkerSettings  # noqa: E402
+from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.ranks import distributed  # noqa: E402
+from rl.types import (
+    AdamParams,
+    Datum,  # noqa: E402
+    ModelInput,
+)
 
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
          "intermediate_size": 1536, "tie_word_embeddings": True}  # fmt: skip

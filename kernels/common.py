@@ -18,9 +18,11 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # A finite stand-in for minus infinity: (x - LOW) * 0 is 0, where (x - (-inf)) * 0 would be NaN.
 LOW = -1e30
+# An op that waits for the device, or whose shapes depend on values, cannot be captured into a CUDA graph; torch.compile asks this tag.
+WAITS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")  # older torch has none
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
-# [T, V] may be kept between forward and backward up to this many bytes. A fixed number, not "what is free": runs repeat.
+# Off CUDA [T, V] may be kept between forward and backward up to this many bytes (see device_checks.py for a GPU).
 SAVED_BYTES = 64 << 20
 # Off CUDA, whole float32 logits of up to this many bytes are handled by torch's own operations: Python's share of a custom
 # op, 0.25 ms forward and backward, would be more than the work.
@@ -147,6 +149,13 @@ def target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> T
             f"ignore_index ({ignore_index}); do targets come from this model's tokenizer? Or set them to ignore_index"
         )
     return rows_of(used, count)
+
+
+def check_targets(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> None:
+    """What `target_rows` raises, for who needs no positions. One wait for the device."""
+    outside = (target_T != ignore_index) & ((target_T < 0) | (target_T >= vocab))
+    if bool(outside.any()):
+        target_rows(name, target_T, vocab, ignore_index)
 
 
 def rows_of(used_T: Tensor, count: int | None = None) -> Tensor | None:

@@ -71,7 +71,8 @@ def scan(
     from_start: bool, block: int = BLOCK,
 ) -> Tensor:  # fmt: skip
     """y [T] float32 of the module discounted_scan; `v`, `mask`, `after` may be None."""
-    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    # Zeros: the ends are not read here, and tokens behind a last end that is too low get no program.
+    out = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     given = [t if t is None else t.contiguous() for t in (x, v, mask, after)]

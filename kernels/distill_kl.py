@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.common import (
     LN2,
     LOW,
+    WAITS,
     Head,
     check_head,
     check_matmul,
@@ -137,7 +138,7 @@ def backward(
 # -------------------------------------------------------------------------------------------------------- custom ops
 
 
-@torch.library.custom_op("whetstone::distill_kl", mutates_args=())
+@torch.library.custom_op("whetstone::distill_kl", mutates_args=(), tags=WAITS)
 def forward_op(
     xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, mask: Tensor | None, temperature: float, student_softcap: float | None,
     teacher_softcap: float | None, kind: str, beta: float,
@@ -162,7 +163,7 @@ def _(xs, *_):
     return kl, lse_s, lse_t, rest
 
 
-@torch.library.custom_op("whetstone::distill_kl_backward", mutates_args=())
+@torch.library.custom_op("whetstone::distill_kl_backward", mutates_args=(), tags=WAITS)
 def backward_op(
     g: Tensor, xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, mask: Tensor | None, lse_s: Tensor, lse_t: Tensor, rest: Tensor,
     temperature: float, student_softcap: float | None, teacher_softcap: float | None, kind: str, beta: float, need: list[bool],

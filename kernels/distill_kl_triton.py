@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import LN2, Head
-from kernels.linear_logprob_launch import matmul_options, mm32, operand, slabs
-from kernels.linear_logprob_triton import FLOOR, GROUP, SPLITS, TO_NATS, Tiles, _item, _logits, _products, _tile_range
+from kernels.linear_logprob_triton import BATCH, FLOOR, GROUP, TO_NATS, _item, _logits, _products, _tile_range
+from kernels.linear_logprob_triton import SLAB_SPLITS as SPLITS
+from kernels.operands import add_mm_, matmul_options, operand
+from kernels.slabs import chunk_rows, slabs
+from kernels.tiles import Tiles, device_of, pair_tiles_for
 
 FORWARD, REVERSE, MIXTURE = (tl.constexpr(i) for i in range(3))
 MODES = {"forward": 0, "reverse": 1, "mixture": 2}
 
-
-def tiles_for(dtype: torch.dtype) -> Tiles:
-    return Tiles(64, 64, 32, 4, 3) if dtype == torch.float32 else Tiles(128, 128, 64, 8, 3)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _log2_mixture(log2p, log2q, beta):
     return high + tl.log2(beta * tl.exp2(log2p - high) + (1.0 - beta) * tl.exp2(log2q - high))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _stats_kernel(
     xs, ws, xt, wt, part_ptr, N, V, tiles, stride_xs, stride_ws, stride_xt, stride_wt, in_s, out_s, in_t, out_t,
     MODE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -89,7 +89,7 @@ def _stats_kernel(
     tl.store(at + 4 * SPLITS * N, cross, mask=rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _mixture_kernel(
     xs, ws, xt, wt, lse_s_ptr, lse_t_ptr, part_ptr, beta, N, V, tiles, stride_xs, stride_ws, stride_xt, stride_wt, in_s,
     out_s, in_t,
@@ -119,7 +119,7 @@ def _mixture_kernel(
     tl.store(part_ptr + (SPLITS + split) * N + rows, kl_q, mask=rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _dlogits_kernel(
     xs, ws, xt, wt, lse_s_ptr, lse_t_ptr, rest_ptr, g_ptr, out_ptr, beta, col_base, stride_out, N, V, tiles, stride_xs,
     stride_ws,
@@ -166,7 +166,7 @@ class Pair:
     def __init__(
         self, xs: Tensor, ws: Tensor, xt: Tensor, wt: Tensor, student: Head, teacher: Head, tiles: Tiles | None
     ) -> None:
-        self.tiles = tiles or tiles_for(xs.dtype)
+        self.tiles, self.D = tiles or pair_tiles_for(xs.dtype, device_of(xs)), xs.shape[1]
         self.xs, self.ws, xt, wt = operand(xs), operand(ws), operand(xt), operand(wt)
         self.N, self.V, self.student = len(xs), len(ws), student
         arg_xs, arg_ws, options_s = matmul_options(self.xs, self.ws, self.tiles)
@@ -219,19 +219,26 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """As in distill_kl.py: dlogits of a slab by the kernel, products with it by cuBLAS."""
     pair = Pair(xs, ws, xt, wt, student, teacher, tiles)
-    scaled = g * student.grad_scale
-    spans = list(slabs(pair.N, pair.V, pair.tiles.columns))
-    buffer = pair.xs.new_empty(pair.N * (spans[0][1] - spans[0][0]))
-    dx = torch.zeros(xs.shape, dtype=torch.float32, device=xs.device) if need_x else None
-    dw = torch.empty(ws.shape, dtype=ws.dtype, device=ws.device) if need_w else None
+    spans, scaled = list(slabs(pair.V, pair.tiles.columns)), g * student.grad_scale
+    step = chunk_rows(pair.N, spans[0][1], pair.tiles.rows)
+    pieces = [slice(at, min(at + step, pair.N)) for at in range(0, pair.N, step)]
+    pairs = [(rows, Pair(xs[rows], pair.ws[:, : pair.D], xt[rows], wt, student, teacher, pair.tiles)) for rows in pieces]
+    buffer = pair.xs.new_empty(step * spans[0][1])
+    dx = torch.zeros(pair.xs.shape, dtype=torch.float32, device=xs.device) if need_x else None
+    dw = torch.empty(pair.ws.shape, dtype=ws.dtype, device=ws.device) if need_w else None
     for lo, hi in spans:
-        dz = buffer.narrow(0, 0, pair.N * (hi - lo)).view(pair.N, hi - lo)
-        _dlogits_kernel[pair.grid()](
-            *pair.tensors, lse_s, lse_t, rest, scaled, dz, beta, lo, dz.stride(0), pair.N, pair.V, pair.tile_count(hi - lo),
-            *pair.numbers, MODE=MODES[kind], **pair.options,
-        )  # fmt: skip
-        if dw is not None:
-            torch.mm(dz.t(), pair.xs, out=dw.narrow(0, lo, hi - lo))
-        if dx is not None:
-            dx.add_(mm32(dz, pair.ws.narrow(0, lo, hi - lo)))
-    return None if dx is None else dx.to(xs.dtype), dw
+        sums = None if dw is None else torch.zeros((hi - lo, dw.shape[1]), dtype=torch.float32, device=ws.device)
+        for rows, part in pairs:
+            dz = buffer.narrow(0, 0, part.N * (hi - lo)).view(part.N, hi - lo)
+            _dlogits_kernel[part.grid()](
+                *part.tensors, lse_s[rows], lse_t[rows], rest[rows], scaled[rows], dz, beta, lo, dz.stride(0), part.N, part.V,
+                part.tile_count(hi - lo), *part.numbers, MODE=MODES[kind], **part.options,
+            )  # fmt: skip
+            if sums is not None:
+                add_mm_(sums, dz.t(), part.xs)
+            if dx is not None:
+                add_mm_(dx[rows], dz, pair.ws.narrow(0, lo, hi - lo))
+        if dw is not None and sums is not None:
+            dw.narrow(0, lo, hi - lo).copy_(sums)
+    dx = None if dx is None else dx[:, : pair.D].to(xs.dtype)
+    return dx, None if dw is None else dw[:, : pair.D].contiguous()

@@ -2,7 +2,8 @@
 
 Four plans, chosen from what needs a gradient and from the budget of bytes:
     none       forward only
-    saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all)
+    saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all), but for the
+               kernels under a gradient of the entropy, whose kept values are too coarse for it: they recompute
     expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
     recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
 linear_logprob_launch.py (kernels in linear_logprob_triton.py) does the work on CUDA, linear_logprob_torch.py elsewhere; they
@@ -12,6 +13,7 @@ have the same functions.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from kernels.common import (
     LOW,
     SAVED_BYTES,
     TINY_BYTES,
+    WAITS,
     Head,
     check_head,
     check_matmul,
@@ -35,7 +38,9 @@ from kernels.common import (
     under_autocast,
     without_autocast,
 )
+from kernels.device_checks import spare_bytes
 from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
+from kernels.tiles import device_of, tiles_for
 
 NAME = "linear_logprob"
 
@@ -59,9 +64,8 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
         return hidden_TD.new_empty(0, dtype=torch.float32), nothing
     if not triton_works(hidden_TD):
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
-    from kernels.linear_logprob_triton import saved_tiles
-
-    exponents = hidden_TD.new_empty((saved_tiles(vocab, hidden_TD.shape[1], hidden_TD.dtype), tokens), dtype=torch.float32)
+    tiles = -(-vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns)
+    exponents = hidden_TD.new_empty((tiles, tokens), dtype=torch.float32)
     return hidden_TD.new_empty((tokens, vocab)), exponents
 
 
@@ -70,11 +74,11 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
 
 def _forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None,
-    ignore_index: int, entropy: bool, plan: str,
+    ignore_index: int, entropy: bool, plan: str, checked: bool = False, frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logp, entropy, lse (float32 [T]) and what the plan keeps. Rows whose target is ignore_index are left out of the work."""
     head, tokens = Head(temperature, softcap), hidden.shape[0]
-    rows = target_rows(NAME, target, weight.shape[0], ignore_index)
+    rows = None if checked else target_rows(NAME, target, weight.shape[0], ignore_index)
     kept, exponents = _kept(hidden, weight.shape[0], plan)
     x, y = take(hidden, rows), take(target, rows)
     if len(x) == 0:
@@ -91,11 +95,11 @@ def _forward(
     return put(out.logp, rows, tokens), put(out.entropy, rows, tokens), put(out.lse, rows, tokens), kept, exponents
 
 
-forward_op = torch.library.custom_op("whetstone::linear_logprob", _forward, mutates_args=())
+forward_op = torch.library.custom_op("whetstone::linear_logprob", _forward, mutates_args=(), tags=WAITS)
 
 
 @forward_op.register_fake
-def _(hidden, weight, target, bias, temperature, softcap, ignore_index, entropy, plan):
+def _(hidden, weight, target, bias, temperature, softcap, ignore_index, entropy, plan, checked=False, frozen_columns=0):
     logp, ent, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
     return logp, ent, lse, *_kept(hidden, weight.shape[0], plan)
 
@@ -103,7 +107,7 @@ def _(hidden, weight, target, bias, temperature, softcap, ignore_index, entropy,
 def _gradients(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
     bias: Tensor | None, logp: Tensor, entropy: Tensor, lse: Tensor, kept: Tensor, exponents: Tensor, temperature: float,
-    softcap: float | None, ignore_index: int, plan: str, need: list[bool],
+    softcap: float | None, ignore_index: int, plan: str, need: list[bool], frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of hidden, weight and bias (size 0 where `need` is False). Rows without upstream gradient cost nothing."""
     head, used = Head(temperature, softcap), target != ignore_index
@@ -121,16 +125,16 @@ def _gradients(
         return _filled(hidden, Gradients(*(torch.zeros_like(t) if t is not None and wanted else None for t, wanted in given)))
     co = Coefficients(take(co.a, rows), take(co.b, rows), take(co.c, rows) if co.c is not None and curved else None)
     x, y, lse = take(hidden, rows), take(target, rows), take(lse, rows)
-    wanted = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True))
+    wanted: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {"frozen_columns": frozen_columns}
     backend = _backend(hidden)
     if plan == "expected" and co.c is None:
         slope = None if softcap is None else 1.0 - ((take(logp, rows) + lse) * (temperature / softcap)).square_()
         dx = linear_logprob_torch.backward_frozen(weight, y, head, co, slope, take(kept, rows)).to(hidden.dtype)
         grads = Gradients(dx, None, None)
-    elif plan == "saved":
+    elif plan == "saved" and (co.c is None or not exponents.numel()):
         # Kept rows are those that took part in the forward, closed up; the k-th used row is row k there.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
-        keep = (kept, exponents) if exponents.numel() else (kept,)
+        keep = (kept, exponents, take(logp, rows)) if exponents.numel() else (kept,)
         with on_device(hidden):
             grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **wanted)
     else:
@@ -144,12 +148,12 @@ def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
     return dx, dw, db
 
 
-backward_op = torch.library.custom_op("whetstone::linear_logprob_backward", _gradients, mutates_args=())
+backward_op = torch.library.custom_op("whetstone::linear_logprob_backward", _gradients, mutates_args=(), tags=WAITS)
 
 
 @backward_op.register_fake
 def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse, kept, exponents, temperature, softcap,
-      ignore_index, plan, need):  # fmt: skip
+      ignore_index, plan, need, frozen_columns=0):  # fmt: skip
     shapes = zip((hidden, weight, bias), need, strict=True)
     return tuple(tensor.new_empty(tensor.shape) if wanted else hidden.new_empty(0) for tensor, wanted in shapes)
 
@@ -158,9 +162,10 @@ def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse
 
 
 def _setup(ctx, inputs, output) -> None:
-    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan = inputs
+    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, _, frozen_columns = inputs
     ctx.save_for_backward(hidden, weight, target, bias, *output)
     ctx.settings = (temperature, softcap, ignore_index, plan)
+    ctx.frozen_columns = frozen_columns
     ctx.mark_non_differentiable(*output[3:])
     # An output that nobody used gives None below instead of zeros, and its terms are skipped.
     ctx.set_materialize_grads(False)
@@ -169,9 +174,9 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, g_logp, g_entropy, g_lse, *_):
     need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     with without_autocast(ctx.saved_tensors[0]):
-        grads = backward_op(g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need)
+        grads = backward_op(g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need, ctx.frozen_columns)
     dx, dw, db = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
-    return dx, dw, None, db, None, None, None, None, None
+    return dx, dw, None, db, *[None] * 7
 
 
 forward_op.register_autograd(_backward, setup_context=_setup)
@@ -214,7 +219,8 @@ def _tiny(
 
 def linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
-    softcap: float | None = None, ignore_index: int = -100, *, entropy: bool = True, saved_bytes: int = SAVED_BYTES,
+    softcap: float | None = None, ignore_index: int = -100, *, entropy: bool = True, saved_bytes: int | None = None,
+    checked: bool = False, frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The target's logprob, the entropy and the log-sum-exp of each token under softmax(logits), as float32.
 
@@ -225,9 +231,14 @@ def linear_logprob(
         weight: [V, D], of the same dtype (under autocast both are cast first). bias: [V] or None.
         target: [...] token ids. Positions with `ignore_index` take no part: all outputs are 0 there, without gradient.
         entropy: False leaves the entropy out (None is returned in its place) and saves one pass over the scores.
-        saved_bytes: up to this many bytes a tensor of T x V is kept for the backward; 0 never keeps one.
+        saved_bytes: up to this many bytes a tensor of T x V is kept for the backward; 0 never keeps one. None: on a GPU what
+            `spare_bytes` finds free, elsewhere SAVED_BYTES.
             (Off CUDA, up to TINY_BYTES, torch's own operations are used, which keep two or three.)
             The values do not depend on it beyond rounding.
+        checked: every target is known to lie in [0, V). On a GPU this spares the forward its wait for the device; nothing is
+            checked then, and no position is ignored.
+        frozen_columns: this many first columns of `weight` want no gradient and get zeros (a LoRA'd head's base), unless T x V
+            is so small that torch's own operations are used.
     Returns:
         logp, entropy (both in nats) and lse (of the logits), each [...]. Gradients flow through all three, for any upstream
         gradient; tokens whose upstream gradient is exactly 0 are left out of the backward's work.
@@ -242,6 +253,8 @@ def linear_logprob(
     check_matmul(NAME, hidden, weight, bias)
     check_target(NAME, target, hidden.shape[:-1])
     check_same_device(NAME, hidden=hidden, weight=weight, target=target, bias=bias)
+    if saved_bytes is None:
+        saved_bytes = spare_bytes(hidden.device.index or 0) if triton_works(hidden) else SAVED_BYTES
     flat = hidden.dim() == 2  # views cost autograd nodes, which a small problem would notice
     x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
     y = (target if flat else target.reshape(-1)).long()
@@ -250,7 +263,7 @@ def linear_logprob(
             logp, ent, lse = _tiny(x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy)
         else:
             plan = _plan(x, weight, bias, saved_bytes)
-            logp, ent, lse, *_ = forward_op(x, weight, y, bias, temperature, softcap, ignore_index, entropy, plan)
+            logp, ent, lse, *_ = forward_op(x, weight, y, bias, temperature, softcap, ignore_index, entropy, plan, checked, frozen_columns)
     if flat:
         return logp, ent if entropy else None, lse
     return logp.view(target.shape), ent.view(target.shape) if entropy else None, lse.view(target.shape)
@@ -270,5 +283,5 @@ def linear_logprob_reference(
     logp_all = logits.log_softmax(-1)
     used = target != ignore_index
     logp = logp_all.gather(-1, target.long().where(used, 0).unsqueeze(-1)).squeeze(-1)
-    entropy = -(logp_all.exp() * logp_all).sum(-1)
+    entropy = -(logp_all.exp() * logp_all.clamp(min=torch.finfo(logp_all.dtype).min)).sum(-1)  # a banned token's p log p is 0
     return logp.where(used, 0.0), entropy.where(used, 0.0), logits.logsumexp(-1).where(used, 0.0)

@@ -5,144 +5,181 @@ Every [N, V] quantity exists for one slab of columns at a time: the extra memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.common import LOG2E, LOW, Head
+from kernels.device_checks import branches_agree
 from kernels.linear_logprob_torch import Coefficients, Forward, Gradients
 from kernels.linear_logprob_triton import (
     GROUP,
-    SLAB_COLUMNS,
-    SLAB_ELEMENTS,
+    SLAB_SPLITS,
     SPLITS,
-    Tiles,
     _align_kernel,
     _combine_kernel,
     _dlogits_kernel,
     _forward_kernel,
     _saved_dlogits_kernel,
-    tiles_for,
 )
-
-Operand: TypeAlias = Tensor | TensorDescriptor
-
-
-def interpreting() -> bool:
-    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1), for tests without a GPU."""
-    return bool(triton.knobs.runtime.interpret)
+from kernels.linear_logprob_ws import _dlogits_ws_kernel, _forward_ws_kernel
+from kernels.operands import add_mm_, cut_rows, interpreting, matmul_options, operand
+from kernels.slabs import chunk_rows, slabs
+from kernels.tiles import SPECIAL, Tiles, device_of, tiles_for
 
 
-def mm32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 from operands of lower precision, without rounding in between."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def special_tiles(x: Tensor) -> Tiles | None:
+    """Tiles of the warp-specialised kernels for these hidden states, None where they do not fit or this device gets them wrong."""
+    if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and 90 <= device_of(x).capability < 100):
+        return None
+    return SPECIAL if branches_agree(_trial, x.device.index or 0, x.dtype) else None
 
 
-def operand(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def descriptors_fit(*tensors: Tensor) -> bool:
-    """Whether the copy engine can read these: 16-byte aligned rows. Others are read through pointers."""
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] > 0 for t in tensors)
-
-
-def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Operand, Operand, dict[str, Any]]:
-    """x and w as the kernels take them, and the compile-time options of every kernel that multiplies."""
-    fits = descriptors_fit(x, w)
-    options = {
-        "D": x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESCRIPTORS": fits,
-        "UPCAST": interpreting(),
-        # Three tf32 products keep float32's accuracy at a third of tf32's speed; "ieee" would not use the tensor cores.
-        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
-    if not fits:
-        return x, w, options
-    x_rows, w_rows = [tiles.rows, tiles.depth], [tiles.columns, tiles.depth]
-    return TensorDescriptor.from_tensor(x, x_rows), TensorDescriptor.from_tensor(w, w_rows), options
-
-
-def slabs(rows: int, V: int, tile: int) -> Iterator[tuple[int, int]]:
-    """(from, to) columns, a whole number of tiles: at most an eighth of V, SLAB_COLUMNS, and SLAB_ELEMENTS for all rows."""
-    width = min(SLAB_COLUMNS, SLAB_ELEMENTS // max(rows, 1), V // 8) // tile * tile
-    width = max(width, tile)
-    return ((lo, min(lo + width, V)) for lo in range(0, V, width))
+def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Forward and dlogits of a small head by one branch or the other, sizes that end within a tile."""
+    device = torch.device("cuda", index)
+    g = torch.Generator(device).manual_seed(0)
+    x = torch.randn(300, 328, generator=g, device=device).to(dtype)
+    w = (torch.randn(5001, 328, generator=g, device=device) / 8).to(dtype)
+    y, a = torch.randint(0, 5001, (300,), generator=g, device=device), torch.randn(300, generator=g, device=device)
+    # Descriptors made in a kernel live in memory that the launch asks for.
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    scores = Scores(x, w, y, None, Head(0.8), tiles_for(328, dtype, device_of(x)), SPECIAL if special else None)
+    out = scores.combine(scores.statistics(True))
+    dz = torch.zeros(300, 905, dtype=dtype, device=device)
+    scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, Coefficients(a, -a, a.flip(0)))
+    return out.logp, out.entropy, out.lse, dz.float()
 
 
 class Scores:
     """One head's matmul: what every launch over its scores has in common."""
 
-    def __init__(self, x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, head: Head, tiles: Tiles | None) -> None:
-        self.tiles = tiles or tiles_for(x.shape[1], x.dtype)
+    def __init__(
+        self, x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, head: Head, tiles: Tiles | None, special: Tiles | None = None
+    ) -> None:
+        """`special`: tiles of linear_logprob_ws.py's kernels, for launches that they can do (None: what `special_tiles` says)."""
+        self.tiles = tiles or tiles_for(x.shape[1], x.dtype, device_of(x))
+        self.D = x.shape[1]  # `operand` may add zeros
         self.x, self.w, self.y, self.bias, self.head = operand(x), operand(w), y.contiguous(), bias, head
         self.N, self.V = x.shape[0], w.shape[0]
         self.x_arg, self.w_arg, self.options = matmul_options(self.x, self.w, self.tiles)
-        self.options |= {"SPLITS": SPLITS, "GROUP": GROUP, "HAS_BIAS": bias is not None, "SOFTCAP": head.softcap is not None}
+        self.options |= {"GROUP": GROUP, "HAS_BIAS": bias is not None, "SOFTCAP": head.softcap is not None}
         self.bias_arg = self.y if bias is None else bias.contiguous()
         self.at_target = torch.empty(self.N, dtype=torch.float32, device=x.device)
+        plain = bias is None and head.softcap is None and tiles is None
+        self.special = special or (special_tiles(self.x) if plain else None)
 
-    def grid(self) -> tuple[int]:
-        return (triton.cdiv(self.N, self.tiles.rows) * SPLITS,)
+    def chunks(self, width: int) -> list[tuple[slice, Scores]]:
+        """Itself, or where slabs of `width` columns would be too large for all rows, pieces of it."""
+        step = chunk_rows(self.N, width, self.tiles.rows)
+        if step >= self.N:
+            return [(slice(0, self.N), self)]
+        pieces = [slice(at, min(at + step, self.N)) for at in range(0, self.N, step)]
+        cut = [(rows, cut_rows(self.x, rows), cut_rows(self.y, rows)) for rows in pieces]
+        return [(rows, Scores(x, self.w, y, self.bias, self.head, self.tiles, self.special)) for rows, x, y in cut]
 
-    def parts(self, count: int) -> Tensor:
-        """Room for the partial numbers of `count` launches over some columns: [3, SPLITS * count, N]."""
-        return torch.empty((3, SPLITS * count, self.N), dtype=torch.float32, device=self.x.device)
+    def blocks(self) -> int:
+        return triton.cdiv(self.N, self.tiles.rows)
+
+    def parts(self, splits: int, count: int) -> Tensor:
+        """Room for the partial numbers of `count` launches over some columns: [3, splits * count, N]."""
+        return torch.empty((3, splits * count, self.N), dtype=torch.float32, device=self.x.device)
+
+    def whole_splits(self) -> int:
+        return min(SPLITS, triton.cdiv(self.V, (self.special or self.tiles).columns))
+
+    def special_options(self, tiles: Tiles) -> dict[str, Any]:
+        sizes = {"D": self.x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": GROUP, "WS": not interpreting()}
+        sizes |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        return sizes | {name: self.options[name] for name in ("UPCAST", "PRECISION")}
+
+    def statistics(self, entropy: bool) -> Tensor:
+        """One launch over all scores: the partial numbers of every row, and `at_target`."""
+        splits, tiles = self.whole_splits(), self.special
+        part = self.parts(splits, 1)
+        if tiles is None:
+            self.forward(part, 0, self.V, 0, splits, entropy=entropy)
+        else:
+            _forward_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
+                self.x, self.w, self.y, part, self.at_target, self.N, self.V, triton.cdiv(self.V, tiles.columns), splits,
+                self.x.stride(0), self.w.stride(0), self.head.in_scale, SPLITS=splits, ENTROPY=entropy, **self.special_options(tiles),
+            )  # fmt: skip
+        return part
 
     def forward(
-        self, part: Tensor, lo: int, hi: int, index: int, *, entropy: bool, kept: Tensor | None = None,
+        self, part: Tensor, lo: int, hi: int, index: int, splits: int, *, entropy: bool, kept: Tensor | None = None,
         exponents: Tensor | None = None, ref: Tensor | None = None, headroom: float = 0.0, keep_slope: bool = False,
     ) -> None:  # fmt: skip
         keep = kept is not None and exponents is not None
-        _forward_kernel[self.grid()](
+        _forward_kernel[(self.blocks() * splits,)](
             self.x_arg, self.w_arg, self.bias_arg, self.y, part, self.at_target, kept if keep else part,
             exponents if keep else part, ref if keep else part,
-            self.N, self.V, lo, triton.cdiv(hi - lo, self.tiles.columns), index * SPLITS, part.shape[1],
+            self.N, self.V, lo, triton.cdiv(hi - lo, self.tiles.columns), index * splits, part.shape[1],
             self.x.stride(0), self.w.stride(0), kept.stride(0) if kept is not None else 0,
             exponents.stride(0) if exponents is not None else 0, self.head.in_scale, self.head.out_scale, headroom,
-            ENTROPY=entropy, KEEP=keep, KEEP_SLOPE=keep_slope, **self.options,
+            ENTROPY=entropy, KEEP=keep, KEEP_SLOPE=keep_slope, SPLITS=splits, **self.options,
         )  # fmt: skip
 
     def combine(self, part: Tensor) -> Forward:
         logp, entropy, lse = (torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3))
-        _combine_kernel[(triton.cdiv(self.N, 128),)](
-            part, self.at_target, logp, entropy, lse, self.N, part.shape[1], BLOCK=128, num_warps=4
+        _combine_kernel[(triton.cdiv(self.N, 32),)](
+            part, self.at_target, logp, entropy, lse, self.N, part.shape[1], PARTS=32, BLOCK=32, num_warps=4
         )  # fmt: skip
         return Forward(logp, entropy, lse, None)
 
     def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:
-        _dlogits_kernel[self.grid()](
+        splits, tiles = (SLAB_SPLITS if self.blocks() >= GROUP else SPLITS), self.special  # few rows: a program for each tile
+        if tiles is not None:
+            _dlogits_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
+                self.x, self.w, self.y, lse2, co.a, co.b, co.b if co.c is None else co.c, out, self.N, self.V, lo,
+                triton.cdiv(hi - lo, tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
+                SPLITS=splits, HAS_C=co.c is not None, **self.special_options(tiles),
+            )  # fmt: skip
+            return
+        _dlogits_kernel[(self.blocks() * splits,)](
             self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, co.b if co.c is None else co.c, out, self.N,
             self.V,
             lo, triton.cdiv(hi - lo, self.tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
-            self.head.out_scale, HAS_C=co.c is not None, **self.options,
+            self.head.out_scale, HAS_C=co.c is not None, SPLITS=splits, **self.options,
         )  # fmt: skip
 
-    def gradients(self, fill: Callable[[Tensor, int, int], None], need_x: bool, need_w: bool, need_bias: bool) -> Gradients:
-        """dX, dW and dbias from `fill(dlogits, lo, hi)`, slab by slab: dW[slab] is rounded once, dX adds up in float32."""
-        x, w = self.x, self.w
-        spans = list(slabs(self.N, self.V, self.tiles.columns))
-        buffer = x.new_empty(self.N * (spans[0][1] - spans[0][0]))
-        dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if need_x else None
-        dw = torch.empty(w.shape, dtype=w.dtype, device=w.device) if need_w else None
-        db = torch.empty(self.V, dtype=torch.float32, device=w.device) if need_bias else None
+    def gradients(self, fill: Fill, need_x: bool, need_w: bool, need_bias: bool, first: int = 0) -> Gradients:
+        """dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab: dW[slab] is rounded once, dX adds up in float32.
+
+        dW of the columns before `first` is 0.
+        """
+        spans = list(slabs(self.V, self.tiles.columns))
+        chunks = self.chunks(spans[0][1])
+        buffer = self.x.new_empty(chunks[0][1].N * (spans[0][1] - spans[0][0]))
+        dx = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device) if need_x else None
+        dw = (torch.zeros if first else torch.empty)(self.w.shape, dtype=self.w.dtype, device=self.w.device) if need_w else None
+        learns = None if dw is None else dw.narrow(1, first, dw.shape[1] - first)
+        db = torch.zeros(self.V, dtype=torch.float32, device=self.w.device) if need_bias else None
         for lo, hi in spans:
-            dz = buffer.narrow(0, 0, self.N * (hi - lo)).view(self.N, hi - lo)
-            fill(dz, lo, hi)
-            if dw is not None:
-                torch.mm(dz.t(), x, out=dw.narrow(0, lo, hi - lo))
-            if dx is not None:
-                # Not addmm: with a float32 addend and bf16 factors it exists in some versions of torch alone.
-                dx.add_(mm32(dz, w.narrow(0, lo, hi - lo)))
-            if db is not None:
-                torch.sum(dz, 0, dtype=torch.float32, out=db.narrow(0, lo, hi - lo))
-        dx = None if dx is None else dx.to(x.dtype)
+            direct = len(chunks) == 1 and first == 0
+            sums = None if learns is None or direct else learns.new_zeros((hi - lo, learns.shape[1]), dtype=torch.float32)
+            for rows, part in chunks:
+                dz = buffer.narrow(0, 0, part.N * (hi - lo)).view(part.N, hi - lo)
+                fill(part, rows, dz, lo, hi)
+                if sums is not None:
+                    add_mm_(sums, dz.t(), part.x.narrow(1, first, sums.shape[1]))
+                elif dw is not None:
+                    torch.mm(dz.t(), part.x, out=dw.narrow(0, lo, hi - lo))
+                if dx is not None:
+                    add_mm_(cut_rows(dx, rows), dz, self.w.narrow(0, lo, hi - lo))
+                if db is not None:
+                    db.narrow(0, lo, hi - lo).add_(torch.sum(dz, 0, dtype=torch.float32))
+            if sums is not None and learns is not None:
+                torch.ops.aten.copy_(learns.narrow(0, lo, hi - lo), sums)  # as cut_rows
+        dx = None if dx is None else dx.narrow(1, 0, self.D).to(self.x.dtype)
+        dw = dw if dw is None or dw.shape[1] == self.D else dw.narrow(1, 0, self.D).contiguous()
         return Gradients(dx, dw, None if db is None or self.bias is None else db.to(self.bias.dtype))
+
+
+Fill: TypeAlias = Callable[[Scores, slice, Tensor, int, int], None]
 
 
 def _scaled(co: Coefficients, scale: float) -> Coefficients:
@@ -151,28 +188,32 @@ def _scaled(co: Coefficients, scale: float) -> Coefficients:
     return Coefficients(a.contiguous(), b.contiguous(), None if c is None else c.contiguous())
 
 
+def _rows(co: Coefficients, rows: slice) -> Coefficients:
+    return Coefficients(cut_rows(co.a, rows), cut_rows(co.b, rows), None if co.c is None else cut_rows(co.c, rows))
+
+
 def forward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, *, entropy: bool = True, expected: bool = False,
     tiles: Tiles | None = None,
 ) -> Forward:  # fmt: skip
-    """As in linear_logprob_torch.py. One launch over all scores, or (for `expected`) one per slab with a product after it."""
+    """As in linear_logprob_torch.py. One launch over all scores, or (for `expected`) one for each slab with a product after it."""
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    if expected:
-        return _forward_expected(scores, entropy)
-    part = scores.parts(1)
-    scores.forward(part, 0, scores.V, 0, entropy=entropy)
-    return scores.combine(part)
+    if not expected:
+        return scores.combine(scores.statistics(entropy))
+    spans = list(slabs(scores.V, scores.tiles.columns))
+    pieces = [_forward_expected(piece, spans, entropy) for _, piece in scores.chunks(spans[0][1])]
+    logp, ent, lse, mean = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True))
+    return Forward(logp, ent, lse, mean.narrow(1, 0, scores.D))
 
 
-def _forward_expected(scores: Scores, entropy: bool) -> Forward:
+def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: bool) -> Forward:
     """Also E_p[slope W] [N, D]: kept values 2^(z-k) of a slab times W[slab], added up at the rows' current exponents.
 
     k starts from the target's score, which is never above the row's maximum (so nothing that counts underflows) and, for tokens
     drawn from the model, seldom far below it (so k seldom has to move, and the align kernel seldom has work).
     """
-    x, w, head = scores.x, scores.w, scores.head
-    spans, tile = list(slabs(scores.N, scores.V, scores.tiles.columns)), scores.tiles.columns
-    part, width = scores.parts(len(spans)), spans[0][1] - spans[0][0]
+    x, w, head, tile = scores.x, scores.w, scores.head, scores.tiles.columns
+    part, width = scores.parts(SLAB_SPLITS, len(spans)), spans[0][1] - spans[0][0]
     buffer = x.new_empty(scores.N * width)
     exponents = torch.empty((triton.cdiv(width, tile), scores.N), dtype=torch.float32, device=x.device)
     mean = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -182,14 +223,14 @@ def _forward_expected(scores: Scores, entropy: bool) -> Forward:
         kept = buffer.narrow(0, 0, scores.N * (hi - lo)).view(scores.N, hi - lo)
         exps = exponents.narrow(0, 0, triton.cdiv(hi - lo, tile))
         scores.forward(
-            part, lo, hi, index, entropy=entropy, kept=kept, exponents=exps, ref=ref, headroom=headroom,
+            part, lo, hi, index, SLAB_SPLITS, entropy=entropy, kept=kept, exponents=exps, ref=ref, headroom=headroom,
             keep_slope=head.softcap is not None,
         )  # fmt: skip
         common = exps.amax(0)
         _align_kernel[(triton.cdiv(scores.N, 32) * exps.shape[0],)](
             kept, exps, common, scores.N, hi - lo, exps.shape[0], kept.stride(0), exps.stride(0), BM=32, BN=tile, num_warps=8
         )  # fmt: skip
-        torch.addcmul(mm32(kept, w.narrow(0, lo, hi - lo)), mean, torch.exp2(ref - common).unsqueeze(1), out=mean)
+        add_mm_(mean.mul_(torch.exp2(ref - common).unsqueeze(1)), kept, w.narrow(0, lo, hi - lo))
         ref = common
     out = scores.combine(part)
     return out._replace(expected=mean.mul_(torch.exp2(ref - out.lse * LOG2E).unsqueeze(1)))
@@ -213,37 +254,51 @@ def saved_forward(
     In bfloat16 this keeps probabilities to 2^-9 relative, where bfloat16 logits near 20 would keep them to 2^-4.
     """
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    part, own = scores.parts(1), torch.full((scores.N,), LOW, dtype=torch.float32, device=x_ND.device)
-    scores.forward(part, 0, scores.V, 0, entropy=entropy, kept=kept_NV, exponents=exponents, ref=own)
+    scores.special = None  # its kernel keeps nothing
+    splits = scores.whole_splits()
+    part, own = scores.parts(splits, 1), torch.full((scores.N,), LOW, dtype=torch.float32, device=x_ND.device)
+    scores.forward(part, 0, scores.V, 0, splits, entropy=entropy, kept=kept_NV, exponents=exponents, ref=own)
     return scores.combine(part)
 
 
 def backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
-    need_x: bool, need_w: bool, need_bias: bool, tiles: Tiles | None = None,
+    need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
     """Scores are computed again, a slab at a time."""
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     scaled, lse2 = _scaled(co, head.grad_scale), lse_N * LOG2E
-    return scores.gradients(lambda dz, lo, hi: scores.dlogits(dz, lo, hi, lse2, scaled), need_x, need_w, need_bias)
+
+    def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
+        part.dlogits(dz, lo, hi, cut_rows(lse2, rows), _rows(scaled, rows))
+
+    return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns)
 
 
 def saved_backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
     kept_TV: Tensor,
-    exponents: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool, tiles: Tiles | None = None,
+    exponents: Tensor, logp_N: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
+    frozen_columns: int = 0, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i)."""
-    scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    scaled, lse2, BM, BN = _scaled(co, head.grad_scale), lse_N * LOG2E, 32, scores.tiles.columns
+    """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i). No gradient of the entropy.
 
-    def fill(dz: Tensor, lo: int, hi: int) -> None:
+    That would multiply log p by kept values' rounding, 2^-9 in bfloat16, where a confident token's gradient is next to nothing.
+    """
+    assert co.c is None, "the entropy's gradient is computed from scores again"
+    scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
+    scaled, BM, BN = _scaled(co, head.grad_scale), 32, scores.tiles.columns
+    lse2, logp2 = lse_N * LOG2E, logp_N * LOG2E
+
+    def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
         count = triton.cdiv(hi - lo, BN)
-        _saved_dlogits_kernel[(triton.cdiv(scores.N, BM) * count,)](
-            kept_TV, exponents, scores.y if at_N is None else at_N, scores.y, lse2, scaled.a, scaled.b,
-            scaled.b if scaled.c is None else scaled.c, dz, scores.N, scores.V, lo, lo // BN, count, kept_TV.stride(0),
-            exponents.stride(0), dz.stride(0), head.out_scale, BM=BM, BN=BN, SOFTCAP=head.softcap is not None,
-            HAS_C=scaled.c is not None, HAS_AT=at_N is not None, num_warps=8,
+        a, b, _ = _rows(scaled, rows)
+        first = 0 if at_N is not None else rows.start  # kept rows are the rows themselves, from the chunk's first on
+        _saved_dlogits_kernel[(triton.cdiv(part.N, BM) * count,)](
+            kept_TV.narrow(0, first, kept_TV.shape[0] - first), exponents.narrow(1, first, exponents.shape[1] - first),
+            part.y if at_N is None else cut_rows(at_N, rows), part.y, cut_rows(logp2, rows), cut_rows(lse2, rows), a, b, dz,
+            part.N, part.V, lo, lo // BN, count, kept_TV.stride(0), exponents.stride(0), dz.stride(0), head.out_scale, BM=BM, BN=BN,
+            SOFTCAP=head.softcap is not None, HAS_AT=at_N is not None, num_warps=8,
         )  # fmt: skip
 
-    return scores.gradients(fill, need_x, need_w, need_bias)
+    return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns)

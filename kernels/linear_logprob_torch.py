@@ -130,20 +130,23 @@ class Gradients(NamedTuple):
 
 def backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
-    need_x: bool, need_w: bool, need_bias: bool,
+    need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
 ) -> Gradients:  # fmt: skip
     """Scores are computed again, one slab of columns at a time: dW[slab] is rounded once, dX adds up in float32."""
     blocks = Blocks(x_ND, w_VD, bias_V, head)
     scaled = x_ND.float() * head.in_scale
     dx = torch.zeros_like(scaled) if need_x else None
+    first = frozen_columns
     dw = torch.empty_like(w_VD, memory_format=torch.contiguous_format) if need_w else None
+    if dw is not None and first:
+        dw.zero_()
     db = w_VD.new_empty(w_VD.shape[0], dtype=torch.float32) if need_bias else None
     lse2 = (lse_N * LOG2E).unsqueeze(1)
     for lo in range(0, w_VD.shape[0], blocks.columns):
         w = blocks.weight(lo, lo + blocks.columns)
         cols = slice(lo, lo + len(w))
         direct = dw is not None and dw.dtype == torch.float32
-        dw_slab = None if dw is None else dw[cols].zero_() if direct else torch.zeros_like(w)
+        dw_slab = None if dw is None else dw[cols, first:].zero_() if direct else torch.zeros_like(w[:, first:])
         if db is not None:
             db[cols] = 0.0
         for at in range(0, len(x_ND), blocks.rows):
@@ -156,11 +159,11 @@ def backward(
                 dx[rows].addmm_(dz, w)
             if dw_slab is not None:
                 # Here scaled = in_scale * x; alpha takes the factor out again.
-                dw_slab.addmm_(dz.t(), scaled[rows], alpha=1.0 / head.in_scale)
+                dw_slab.addmm_(dz.t(), scaled[rows, first:], alpha=1.0 / head.in_scale)
             if db is not None:
                 db[cols] += dz.sum(0)
         if dw is not None and dw_slab is not None and not direct:
-            dw[cols] = dw_slab
+            dw[cols, first:] = dw_slab
     return Gradients(
         None if dx is None else dx.to(x_ND.dtype), dw, None if db is None or bias_V is None else db.to(bias_V.dtype)
     )
@@ -207,9 +210,14 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1.0 else tensor * factor
 
 
+def _beside(dw: Tensor, zeros: int) -> Tensor:
+    """`zeros` columns of zeros before a gradient."""
+    return dw if zeros == 0 else torch.nn.functional.pad(dw, (zeros, 0))
+
+
 def saved_backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
-    kept_TV: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
+    kept_TV: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
 ) -> Gradients:  # fmt: skip
     """`backward` from the kept log p; row i of x was row at_N[i] there (None: i)."""
     logp_NV = kept_TV[: len(x_ND)] if at_N is None else kept_TV[at_N]
@@ -224,5 +232,5 @@ def saved_backward(
     dz.scatter_add_(1, y_N.unsqueeze(1), _times(co.a, head.grad_scale).unsqueeze(1))
     dz = dz if slope is None else dz.mul_(slope)
     dx = (dz @ w_VD.float()).to(x_ND.dtype) if need_x else None
-    dw = (dz.t() @ x_ND.float()).to(w_VD.dtype) if need_w else None
+    dw = _beside(dz.t() @ x_ND[:, frozen_columns:].float(), frozen_columns).to(w_VD.dtype) if need_w else None
     return Gradients(dx, dw, dz.sum(0).to(bias_V.dtype) if need_bias and bias_V is not None else None)

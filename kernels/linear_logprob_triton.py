@@ -1,57 +1,33 @@
 """The kernels of `linear_logprob` for CUDA. Same functions as linear_logprob_torch.py, same formula, units of log 2.
 
-Why these tiles (H100: 132 SMs, 4096 bf16 multiply-adds x 2 a clock and SM, 227 KiB of shared memory, 64K registers):
+Why these tiles (H100: 132 SMs, 2048 bf16 multiply-adds a clock and SM, 227 KiB of shared memory, 64K registers; others: tiles.py):
 - A 128 x 256 tile takes 16 D clocks of tensor core. Its epilogue takes about 2048 clocks of exp2 (16 a clock) and as many of
   other arithmetic, during which the tensor cores idle. At D = 4096 that is 6%, at D = 896 it would be 25%.
 - So large D: 128 x 256 x 64, 8 warps, 4 stages (192 KiB), the best ratio of operations to bytes loaded (85 a byte).
   Small D: 128 x 128 x 64, 4 warps, 3 stages (96 KiB), so that two programs share an SM and one's epilogue runs under the
   other's products, at the price of a third more loads from L2.
-- Work items are (128 rows) x (1/33 of the vocabulary). 33 x 4 = 132, so 512 rows are one full wave, and every multiple of it.
-  Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden states (16 MiB) stay in L2 while W streams by.
-- The backward's loop over tiles is flattened into the one over D, so that loads of the next tile start before the epilogue of
-  this one. The forward's carries a maximum and two sums, which Triton 3.7 cannot flatten; its pipeline refills once a tile,
-  about 1000 clocks of 16 D, which the second program on the SM covers at small D.
-The tiles depend on D and dtype alone, never on the number of rows: a token's logprob has the same bits in every batch.
+- Work items are (128 rows) x (1/132 of the vocabulary), so that 128 rows fill a GPU of 132 SMs, and every multiple of them; within
+  a slab of 16384 columns 1/33 of it, about two tiles. Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden
+  states (16 MiB) stay in L2 while W streams by.
+- The loops over tiles are flattened into the ones over D, so that loads of the next tile start before the epilogue of this one.
+The split of the vocabulary depends on V alone, like the tiles: a token's logprob has the same bits in every batch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from kernels.common import LN2
 
-# dlogits of this many columns at a time: wide enough for cuBLAS, and 8192 x 16384 in bf16 is 256 MiB.
-SLAB_COLUMNS = 16384
-SLAB_ELEMENTS = 1 << 27
-SPLITS = 33
+# The vocabulary in this many parts where one launch goes over all of it, and where it goes over a slab of 16384 columns.
+SPLITS = 132
+SLAB_SPLITS = 33
 GROUP = 16
+# Numbers that change from batch to batch. A variant for each that is 1 or divides by 16 would be compiled in the midst of a run.
+BATCH = ("N", "col_base", "tiles", "tile_base", "split_base", "parts", "stride_exp")
 FLOOR = tl.constexpr(-1e30)
 TO_NATS = tl.constexpr(LN2)
-
-
-class Tiles(NamedTuple):
-    """Sizes of a program's tile, and how it is pipelined."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def tiles_for(D: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(64, 128, 32, 4, 3)
-    return Tiles(128, 256, 64, 8, 4) if D >= 1536 else Tiles(128, 128, 64, 4, 3)
-
-
-def saved_tiles(V: int, D: int, dtype: torch.dtype) -> int:
-    """How many column tiles the saved path keeps an exponent for."""
-    return triton.cdiv(V, tiles_for(D, dtype).columns)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -118,7 +94,7 @@ def _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS: tl.constexpr,
     return z, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _forward_kernel(
     x, w, bias_ptr, y_ptr, part_ptr, target_ptr, kept_ptr, exp_ptr, ref_ptr,
     N, V, col_base, tiles, split_base, parts, stride_x, stride_w, stride_kept, stride_exp, in_scale, out_scale, headroom,
@@ -142,7 +118,7 @@ def _forward_kernel(
     m = tl.full((BM,), FLOOR, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     spread = tl.zeros((BM,), tl.float32)
-    for tile in range(begin, end):
+    for tile in tl.range(begin, end, flatten=True):
         col0 = col_base + tile * BN
         cols = col0 + tl.arange(0, BN)
         acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
@@ -171,29 +147,31 @@ def _forward_kernel(
             tl.store(where, kept.to(kept_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < V)[None, :])
             tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)
     out = part_ptr + (split_base + split) * N + rows
-    plane = parts * N
+    plane = parts * N.to(tl.int64)
     tl.store(out, m, mask=rows < N)
     tl.store(out + plane, total, mask=rows < N)
     tl.store(out + 2 * plane, spread, mask=rows < N)
 
 
-@triton.jit
-def _combine_kernel(part_ptr, target_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=BATCH)
+def _combine_kernel(part_ptr, target_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """The splits' numbers of each row, always in the same order, to logp, entropy and lse in nats."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    plane = parts * N
+    plane = parts * N.to(tl.int64)
     m = tl.full((BLOCK,), FLOOR, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     spread = tl.zeros((BLOCK,), tl.float32)
-    for part in range(0, parts):
-        at = part_ptr + part * N + rows
-        part_m = tl.load(at, mask=rows < N, other=0.0)
-        part_total = tl.load(at + plane, mask=rows < N, other=1.0)
-        part_spread = tl.load(at + 2 * plane, mask=rows < N, other=0.0)
-        new_m = tl.maximum(m, part_m)
-        old, new = tl.exp2(m - new_m), tl.exp2(part_m - new_m)
-        spread = old * (spread + (m - new_m) * total) + new * (part_spread + (part_m - new_m) * part_total)
-        total = old * total + new * part_total
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        mask = (part < parts)[:, None] & (rows < N)[None, :]
+        at = part_ptr + part.to(tl.int64)[:, None] * N + rows[None, :]
+        part_m = tl.load(at, mask=mask, other=FLOOR)
+        part_total = tl.load(at + plane, mask=mask, other=0.0)
+        part_spread = tl.load(at + 2 * plane, mask=mask, other=0.0)
+        new_m = tl.maximum(m, tl.max(part_m, 0))
+        old, new = tl.exp2(m - new_m), tl.exp2(part_m - new_m[None, :])
+        spread = old * (spread + (m - new_m) * total) + tl.sum(new * (part_spread + (part_m - new_m[None, :]) * part_total), 0)
+        total = old * total + tl.sum(new * part_total, 0)
         m = new_m
     log_total = tl.log2(total)
     at_target = tl.load(target_ptr + rows, mask=rows < N, other=0.0)
@@ -211,7 +189,7 @@ def _gradient(log2p, p, cols, y, a, b, c, HAS_C: tl.constexpr):
     return p * factor + tl.where(cols[None, :] == y[:, None], a[:, None], 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _dlogits_kernel(
     x, w, bias_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, out_ptr,
     N, V, col_base, tiles, stride_x, stride_w, stride_out, in_scale, out_scale,
@@ -245,13 +223,16 @@ def _dlogits_kernel(
         tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (cols < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _saved_dlogits_kernel(
-    kept_ptr, exp_ptr, at_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, out_ptr,
+    kept_ptr, exp_ptr, at_ptr, y_ptr, logp2_ptr, lse2_ptr, a_ptr, b_ptr, out_ptr,
     N, V, col_base, tile_base, tiles, stride_kept, stride_exp, stride_out, out_scale,
-    BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, HAS_C: tl.constexpr, HAS_AT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AT: tl.constexpr,
 ):  # fmt: skip
-    """The same gradient from the kept 2^(z-k) and k: one read and one write of a slab. `at` maps a row to its kept row."""
+    """The gradient without an entropy's from the kept 2^(z-k) and k: one read and one write of a slab. `at` maps a row to its kept row.
+
+    The target's log p is the forward's own: the kept value may have underflowed, and it carries a rounding that a - p b would show.
+    """
     tile = tl.program_id(0) % tiles
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     inside = rows < N
@@ -264,23 +245,22 @@ def _saved_dlogits_kernel(
     k = tl.load(exp_ptr + (tile_base + tile) * stride_exp + source, mask=inside, other=0.0)
     y = tl.load(y_ptr + rows, mask=inside, other=-1)
     lse2 = tl.load(lse2_ptr + rows, mask=inside, other=0.0)
+    logp2 = tl.load(logp2_ptr + rows, mask=inside, other=0.0)
     a = tl.load(a_ptr + rows, mask=inside, other=0.0)
     b = tl.load(b_ptr + rows, mask=inside, other=0.0)
-    c = b
-    if HAS_C:
-        c = tl.load(c_ptr + rows, mask=inside, other=0.0)
-    # A score so low that 2^(z-k) is 0 adds nothing; any finite stand-in for its logarithm will do.
-    z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
-    p = kept * tl.exp2(k - lse2)[:, None]
-    dz = _gradient(z - lse2[:, None], p, cols, y, a, b, c, HAS_C)
+    hit = cols[None, :] == y[:, None]
+    p = tl.where(hit, tl.exp2(logp2)[:, None], kept * tl.exp2(k - lse2)[:, None])
+    dz = p * b[:, None] + tl.where(hit, a[:, None], 0.0)
     if SOFTCAP:
-        t = tl.maximum(z / out_scale, -1.0)
+        # A score so low that 2^(z-k) is 0 adds nothing, unless it is the target's; any finite stand-in for its logarithm will do.
+        z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
+        t = tl.maximum(tl.where(hit, (logp2 + lse2)[:, None], z) / out_scale, -1.0)
         dz *= 1.0 - t * t
     where = out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
     tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def _align_kernel(
     kept_ptr, exp_ptr, new_ptr, N, columns, tiles, stride_kept, stride_exp, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip

@@ -10,7 +10,7 @@ lo and hi are absolute ratios (0.8 and 1.2, not 0.2). A reference adds kl_coef t
     k1  lp - ref                     its gradient is 0 in expectation: for measuring, not for training
     k2  (lp - ref)^2 / 2             its gradient is that of the KL, on policy
     k3  e^(ref - lp) - (ref - lp) - 1
-(each differentiated as it stands, and not weighted by r; the clients' `kl_coef`, in rl.loss_terms, gives all three the KL's gradient)
+(each differentiated as it stands, and not weighted by r; the clients' `kl_coef`, in rl.losses.terms, gives all three the KL's gradient)
 Tokens that are not active are selected away before any exp: what stands there, NaN included, changes nothing.
 """
 
@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from kernels.common import check_same_device, check_sequences, check_tokens, on_device, triton_works
+from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
 
 NAME = "policy_loss"
-KINDS = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
-KL_KINDS = ("k1", "k2", "k3")
-METRICS = ("loss", "tokens", "ratio", "clipped_low", "clipped_high", "kl_v1", "kl_v2", "kl_ref")
 Bound = float | Tensor
 
 # -------------------------------------------------------------------------------------------------------- torch path
@@ -58,7 +56,7 @@ def _torch_pass(
         loss = grad = -r * advantage
     else:
         loss = -torch.minimum(r * advantage, clipped * advantage)
-        grad = torch.where(r * advantage <= clipped * advantage, -r * advantage, 0.0)
+        grad = torch.where(r * advantage > clipped * advantage, 0.0, -r * advantage)  # so that a NaN stays one
     kl = torch.zeros_like(lp)
     if ref is not None:
         e = ref.where(active, 0.0) - lp

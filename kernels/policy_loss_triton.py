@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.policy_loss import KINDS, KL_KINDS, METRICS
+from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
 
 # 1024 tokens a program: 32 programs for 32k tokens, each one wave of loads. Larger blocks leave SMs idle.
 BLOCK = 1024
@@ -84,7 +84,8 @@ def _policy_loss_kernel(
     r = tl.exp(d)
     if KIND == GSPO:
         r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
-    clipped = tl.minimum(tl.maximum(r, lo), hi)
+    # The device's own minimum and maximum drop a NaN, and a loss without one would hide it; so would a comparison.
+    clipped = tl.minimum(tl.maximum(r, lo, propagate_nan=tl.PropagateNan.ALL), hi, propagate_nan=tl.PropagateNan.ALL)
     if KIND == IMPORTANCE_SAMPLING:
         grad = -r * adv
         loss = grad
@@ -95,8 +96,8 @@ def _policy_loss_kernel(
         grad = beta * d - adv
         loss = 0.5 * beta * d * d - lp * adv
     else:
-        loss = -tl.minimum(r * adv, clipped * adv)
-        grad = tl.where(r * adv <= clipped * adv, -r * adv, 0.0)
+        loss = -tl.minimum(r * adv, clipped * adv, propagate_nan=tl.PropagateNan.ALL)
+        grad = tl.where(r * adv > clipped * adv, 0.0, -r * adv)
     kl = tl.zeros((BLOCK,), tl.float32)
     if HAS_REF:
         kl, kl_grad = _kl_term(tl.load(ref_ptr + offs, mask=active, other=0.0).to(tl.float32) - lp, KL_KIND)

@@ -8,7 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common import FLOATS, LN2, LOW, Head, check_head, check_same_device, check_target, on_device, put, target_rows, triton_works
+from kernels.common import (
+    FLOATS,
+    LN2,
+    LOW,
+    WAITS,
+    Head,
+    check_head,
+    check_same_device,
+    check_target,
+    check_targets,
+    on_device,
+    put,
+    triton_works,
+)
 from kernels.linear_logprob_torch import BLOCK, Coefficients, coefficients, logit_gradient
 
 NAME = "token_logprob"
@@ -70,12 +83,12 @@ def _torch_backward(logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients
 # -------------------------------------------------------------------------------------------------------- custom ops
 
 
-@torch.library.custom_op("whetstone::token_logprob", mutates_args=())
+@torch.library.custom_op("whetstone::token_logprob", mutates_args=(), tags=WAITS)
 def forward_op(
     logits: Tensor, target: Tensor, temperature: float, softcap: float | None, ignore_index: int, inplace: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logp, entropy and lse, float32 [T]. `inplace` is for the backward."""
-    target_rows(NAME, target, logits.shape[1], ignore_index)
+    check_targets(NAME, target, logits.shape[1], ignore_index)
     head = Head(temperature, softcap)
     if triton_works(logits) and logits.numel():
         from kernels.token_logprob_triton import forward

@@ -8,50 +8,145 @@ Everything is imported when it is first asked for, so that `import rl` costs not
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl import model_info, renderers, rewards, types
-    from rl.errors import UserError
+    from rl import renderers, rewards, types
+    from rl.clients import (
+        APIFuture,
+        LoRAConfig,
+        LossHandle,
+        PerDatumLossFn,
+        RestClient,
+        SamplingClient,
+        ServiceClient,
+        TrainingClient,
+        TrainingConfig,
+    )
+    from rl.clients import SamplingClient as BackcompatSamplingClientFuture
+    from rl.clients import TrainingClient as BackcompatTrainingClientFuture
+    from rl.errors import (
+        APIConnectionError,
+        APIError,
+        APIResponseValidationError,
+        APIStatusError,
+        APITimeoutError,
+        AuthenticationError,
+        BadRequestError,
+        BillingError,
+        ConflictError,
+        InternalServerError,
+        NotFoundError,
+        PermissionDeniedError,
+        RateLimitError,
+        RequestFailedError,
+        TinkerError,
+        UnprocessableEntityError,
+        UserError,
+    )  # fmt: skip
+    from rl.models import info as model_info
     from rl.models import load_tokenizer as get_tokenizer
     from rl.rewards import register_reward, resolve_reward
-    from rl.service import ServiceClient
-    from rl.training_config import LoRAConfig, TrainingConfig
-    from rl.types import TensorData
+    from rl.run import train
+    from rl.types import (  # fmt: skip
+        AdamOptimizerConfig,
+        AdamParams,
+        Checkpoint,
+        CheckpointType,
+        Datum,
+        EncodedTextChunk,
+        ForwardBackwardOutput,
+        GetInfoResponse,
+        ImageChunk,
+        LoraConfig,
+        LossFnType,
+        ModelID,
+        ModelInput,
+        ModelInputChunk,
+        OptimParams,
+        OptimStepResponse,
+        PromptProvenanceSpan,
+        SampledProvenanceSpan,
+        SampledSequence,
+        SampleResponse,
+        SamplingParams,
+        StopReason,
+        TensorData,
+        TensorDtype,
+        TrainingRun,
+    )
 
 # name -> (module, attribute; None for the module itself)
 _FACE: dict[str, tuple[str, str | None]] = {
-    "LoRAConfig": ("rl.training_config", "LoRAConfig"),
-    "ServiceClient": ("rl.service", "ServiceClient"),
-    "TensorData": ("rl.types", "TensorData"),
-    "TrainingConfig": ("rl.training_config", "TrainingConfig"),
-    "UserError": ("rl.errors", "UserError"),
+    "APIFuture": ("rl.clients.futures", "APIFuture"),
+    "BackcompatSamplingClientFuture": ("rl.clients.sampling", "SamplingClient"),
+    "BackcompatTrainingClientFuture": ("rl.clients.training", "TrainingClient"),
+    "LoRAConfig": ("rl.clients.config", "LoRAConfig"),
+    "LossHandle": ("rl.clients.custom_loss", "LossHandle"),
+    "PerDatumLossFn": ("rl.clients.custom_loss", "PerDatumLossFn"),
+    "RestClient": ("rl.clients.rest_client", "RestClient"),
+    "SamplingClient": ("rl.clients.sampling", "SamplingClient"),
+    "ServiceClient": ("rl.clients.service", "ServiceClient"),
+    "TrainingClient": ("rl.clients.training", "TrainingClient"),
+    "TrainingConfig": ("rl.clients.config", "TrainingConfig"),
     "get_tokenizer": ("rl.models", "load_tokenizer"),
-    "model_info": ("rl.model_info", None),
+    "model_info": ("rl.models.info", None),
     "register_reward": ("rl.rewards", "register_reward"),
     "renderers": ("rl.renderers", None),
     "resolve_reward": ("rl.rewards", "resolve_reward"),
     "rewards": ("rl.rewards", None),
+    "train": ("rl.run", "train"),
     "types": ("rl.types", None),
+}
+_TYPES = (
+    "AdamOptimizerConfig", "AdamParams", "Checkpoint", "CheckpointType", "Datum", "EncodedTextChunk",
+    "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk", "LoraConfig", "LossFnType", "ModelID", "ModelInput",
+    "ModelInputChunk", "OptimParams", "OptimStepResponse", "PromptProvenanceSpan", "SampleResponse",
+    "SampledProvenanceSpan", "SampledSequence", "SamplingParams", "StopReason", "TensorData", "TensorDtype",
+    "TrainingRun",
+)  # fmt: skip
+_ERRORS = (
+    "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
+    "AuthenticationError", "BadRequestError", "BillingError", "ConflictError", "InternalServerError", "NotFoundError",
+    "PermissionDeniedError", "RateLimitError", "RequestFailedError", "TinkerError", "UnprocessableEntityError",
+    "UserError",
+)  # fmt: skip
+_FACE |= {name: ("rl.types", name) for name in _TYPES} | {name: ("rl.errors", name) for name in _ERRORS}
+
+# Names of Tinker's client that mean nothing without its service.
+_ELSEWHERE = {
+    "AdminClient": "there is no organisation to administer",
+    "auth": "there is no account and no key",
+    "DimuonOptimizerConfig": "the optimizer is AdamW: types.AdamOptimizerConfig",
+    "DimuonParams": "the optimizer is AdamW: types.AdamParams",
+    "DmelChunk": "models here read text",
+    "OptimStepRequest": "verbs are called, no requests are made",
+    "ParsedCheckpointTinkerPath": "a checkpoint's path is its folder: use pathlib",
+    "RequestOptions": "nothing is sent over a network",
+    "SampleRequest": "verbs are called, no requests are made",
+    "Timeout": "nothing is sent over a network; a future's result() takes a timeout",
 }
 
 __all__ = [
-    "LoRAConfig",
-    "ServiceClient",
-    "TensorData",
-    "TrainingConfig",
-    "UserError",
-    "get_tokenizer",
-    "model_info",
-    "register_reward",
-    "renderers",
-    "resolve_reward",
-    "rewards",
-    "types",
-]
+    "APIConnectionError", "APIError", "APIFuture", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
+    "AdamOptimizerConfig", "AdamParams", "AuthenticationError", "BackcompatSamplingClientFuture",
+    "BackcompatTrainingClientFuture", "BadRequestError", "BillingError", "Checkpoint", "CheckpointType",
+    "ConflictError", "Datum", "EncodedTextChunk", "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk",
+    "InternalServerError", "LoRAConfig", "LoraConfig", "LossFnType", "LossHandle", "ModelID", "ModelInput",
+    "ModelInputChunk", "NotFoundError", "OptimParams", "OptimStepResponse", "PerDatumLossFn", "PermissionDeniedError",
+    "PromptProvenanceSpan", "RateLimitError", "RequestFailedError", "RestClient", "SampleResponse",
+    "SampledProvenanceSpan", "SampledSequence", "SamplingClient", "SamplingParams", "ServiceClient", "StopReason",
+    "TensorData", "TensorDtype", "TinkerError", "TrainingClient", "TrainingConfig", "TrainingRun",
+    "UnprocessableEntityError", "UserError", "get_tokenizer", "model_info", "register_reward", "renderers",
+    "resolve_reward", "rewards", "train", "types",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:
+        raise AttributeError(f"rl has no {name}: {_ELSEWHERE[name]} (docs/tinker.md says what else differs from Tinker's client)")
     if name not in _FACE:
         raise AttributeError(f"module 'rl' has no attribute {name!r}; its public names are {', '.join(__all__)}")
     module, attribute = _FACE[name]
@@ -61,3 +156,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Late(ModuleType):
+    """A module under an address that scripts import it from; loaded when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[__name__].__getattr__(self.__name__.rpartition(".")[2]), name)
+
+
+sys.modules[f"{__name__}.model_info"] = _Late(f"{__name__}.model_info")

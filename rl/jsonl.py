@@ -48,25 +48,63 @@ def finite(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON, keys in their given order. ValueError for NaN and infinity: pass the row through `finite`."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    """One line of strict JSON, keys in their given order. ValueError for NaN and infinity: pass the row through `finite`.
+
+    Half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape.
+    """
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file. An unfinished last line (a killed writer) is left out; any other bad line is an error."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    unfinished = lines.pop()  # "" where the last line was finished
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON ({error}); repair or delete that line") from error
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    unfinished = lines.pop()  # b"" where the last line was finished
+    rows = [_row(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
     if unfinished:
         try:
-            rows.append(json.loads(unfinished))
-        except json.JSONDecodeError:
+            rows.append(_row(unfinished, ""))
+        except UserError:
             pass
     return rows
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}); repair or delete that line") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is no JSON object but a {type(row).__name__}; repair or delete that line")
+    return row
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl: "step" counts upwards, "stage" is a text, other values are numbers, texts or null.
+
+    UserError naming the first line that is none of that.
+    """
+    rows = read_rows(path)
+    last = 0
+    for number, row in enumerate(rows, start=1):
+        step, wrong = row.get("step"), None
+        if not isinstance(step, int) or isinstance(step, bool) or step < last:
+            wrong = f"its step is {step!r:.40} where a whole number from {last} on was expected"
+        elif not isinstance(row.get("stage", ""), str):
+            wrong = f"its stage is {row['stage']!r:.40} where a name was expected"
+        else:
+            odd = next((key for key, value in row.items() if not _is_metric(value)), None)
+            wrong = None if odd is None else f"its {odd[:40]} is {row[odd]!r:.40} where a number was expected"
+        if wrong is not None:
+            raise UserError(f"{path} line {number}: {wrong}; repair that line")
+        last = row["step"]
+    return rows
+
+
+def _is_metric(value: Any) -> bool:
+    """No number beyond a float's: JSON's integers have no end, and some write infinity."""
+    return value is None or isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and -1.7e308 < value < 1.7e308)

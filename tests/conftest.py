@@ -21,6 +21,20 @@ def shared_data() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """Programs can be run behind bubblewrap here. Where the host refuses, what it says is shown; .ci/run says that it must not."""
+    from rl.errors import UserError
+    from rl.sandbox import Sandbox
+
+    try:
+        Sandbox("bubblewrap", workers=1).close()
+    except UserError as error:
+        if os.environ.get("WHETSTONE_TEST_SANDBOX") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
 # Files whose tests take minutes, the longest first: with a file a worker, one of these begun last would be waited for alone.
 LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_resume", "test_memory_plan", "test_null_controls",
         "test_gsm8k", "test_two_processes", "test_slurm", "test_minimal_loop")  # fmt: skip

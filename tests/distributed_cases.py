@@ -21,12 +21,13 @@ import torch  # noqa: E402
 from helpers import random_datums  # noqa: E402
 from torch.distributed.distributed_c10d import _world  # noqa: E402
 
-from rl import ServiceClient, driver, types  # noqa: E402
-from rl.launch import make_accelerator  # noqa: E402
-from rl.learner import LearnerSettings  # noqa: E402
-from rl.training_client import TrainingClient  # noqa: E402
+from rl import ServiceClient, types  # noqa: E402
+from rl.clients import driver  # noqa: E402
+from rl.clients.training import TrainingClient  # noqa: E402
+from rl.clients.worker import Worker, WorkerSettings  # noqa: E402
+from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.ranks.launch import make_accelerator  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
-from rl.worker import Worker, WorkerSettings  # noqa: E402
 
 DIVISOR = 7.0
 # With lr 0, beta1 0 and no clipping AdamW changes no weight, and its first moment is the step's gradient before clipping.

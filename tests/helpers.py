@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
-from rl.learner import LearnerSettings
+from rl.clients.settings import SamplerSettings, WorkerSettings
+from rl.clients.worker import ModelSpec, Worker
+from rl.learner.learner import LearnerSettings
+from rl.models.presets import get_preset
 from rl.types import AdamParams, Datum, ModelInput
-from rl.worker import ModelSpec, SamplerSettings, Worker, WorkerSettings
 
 VOCABULARY = 14  # of tiny:addition
 
@@ -53,6 +57,32 @@ def random_datums(count: int, *, seed: int = 0, low: int = 2, high: int = 9, voc
 def gradient(worker: Worker) -> torch.Tensor:
     """All gradients of model 0 as one vector."""
     return torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
+
+
+def float32_bound(terms: int, magnitude: float = 1.0, factor: float = 2.0) -> float:
+    """How far two float32 computations of one number may be apart: factor * 2^-24 * sqrt(terms) * magnitude.
+
+    2^-24 is float32's unit roundoff. `terms`: the numbers added up along the longest path from inputs to result, all sums on it
+    together (a product of matrices of inner size n adds n). Each addition rounds once, in an order and with fused operations that
+    the CPU's instruction set decides; at worst the errors add up to `terms` roundoffs, as independent ones to about sqrt(terms)
+    (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4, whose constant is `factor`). `magnitude`: what is rounded, the
+    largest of the sums' absolute terms added up, where the result is their difference; 1 for relative comparisons.
+    """
+    return factor * 2.0**-24 * math.sqrt(terms) * magnitude
+
+
+def path_terms(base: str = "tiny:addition", tokens: int = 16, vocabulary: int = VOCABULARY) -> int:
+    """`terms` of a gradient of a tiny preset: a forward's sums over `tokens` positions, and again those of its backward."""
+    preset = get_preset(base)
+    head = preset.hidden // preset.heads
+    attention = preset.hidden + head + 2 * tokens + preset.hidden  # projections in, scores, softmax and its mix, projection out
+    block = attention + 2 * preset.hidden + preset.hidden + preset.mlp  # two norms, up, down
+    return 2 * (preset.layers * block + 2 * preset.hidden + vocabulary)
+
+
+# Of the norm over a gradient, and of an update's: 8e-6. (Seen: up to 1.1e-6 on three instruction sets. A divisor wrong by the number
+# of processes is off by 0.5, one token of some fifty left out by 0.01 or more, bfloat16 sums by 2e-3, tf32 products by 3e-4.)
+GRADIENT_BOUND = float32_bound(path_terms())
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.worker import Worker  # noqa: E402
+from rl.clients.worker import Worker  # noqa: E402
 
 
 def whole_at_once(worker: Worker, model_id: int) -> list[list[int]]:

@@ -15,9 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+TAG = "PYTHON_WHETSTONE_TAG"  # the workers of rewards get it too: of the environment, they are given little else than PYTHON*
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
-EARLY = ("rl.run", "rl.entry", "accelerate", "safetensors.torch", "huggingface_hub", "torch._dynamo", "torch.nn.parallel")
+EARLY = ("rl.run", "rl.run.entry", "accelerate", "safetensors.torch", "huggingface_hub", "torch._dynamo", "torch.nn.parallel")
 EARLY += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3", "peft")
 
 
@@ -58,7 +59,7 @@ def serve(*modules: str) -> None:
     os.dup2(2, 1)  # libraries print what they like
     for name in (*EARLY, *modules):
         importlib.import_module(name)
-    sys.modules["rl.plots"].draw = lambda *arguments: None  # seconds, for a picture that nobody here looks at
+    sys.modules["rl.report.plots"].draw = lambda *arguments: None  # seconds, for a picture that nobody here looks at
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -118,7 +119,7 @@ class Ranks:
 
     def __init__(self, *modules: str):
         self.tag, self.runs = f"rank-server-{os.getpid()}-{time.monotonic_ns()}", 0
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "WHETSTONE_TEST_TAG": self.tag}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", TAG: self.tag}
         words = [sys.executable, __file__, *modules]
         self.process = subprocess.Popen(words, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert json.loads(self.process.stdout.readline() or "{}").get("ready"), "the server of ranks did not start"

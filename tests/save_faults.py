@@ -18,12 +18,13 @@ import torch  # noqa: E402
 from helpers import ADAM, make_worker, random_datums  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from rl import checkpoint  # noqa: E402
-from rl.futures import APIFuture  # noqa: E402
+from rl.clients.futures import APIFuture  # noqa: E402
 from rl.jsonl import read_rows  # noqa: E402
-from rl.keeper import Keeper  # noqa: E402
-from rl.logbook import CHECKPOINTS, Logbook  # noqa: E402
-from rl.run import _remove_orphans  # noqa: E402
+from rl.ranks import checkpoint  # noqa: E402
+from rl.report.logbook import CHECKPOINTS, Logbook  # noqa: E402
+from rl.run.inventory import StageSteps, completed  # noqa: E402
+from rl.run.keeper import Keeper  # noqa: E402
+from rl.run.position import Position, make_way  # noqa: E402
 from rl.types import SaveWeightsResponse  # noqa: E402
 
 DISK = ctypes.CDLL(None)
@@ -54,7 +55,7 @@ def save(worker, folder: Path, step: int) -> None:
     with open(os.devnull, "w"):
         logbook = Logbook(folder, resume_step=step - 1)
     logbook.log(step, {"stage": "grpo", "value": step})
-    Keeper(logbook).save(Policy(worker, folder), step, "grpo", {"next_batch": step}, keep_last=1)
+    Keeper(logbook).save(Policy(worker, folder), step, "grpo", {"first_step": 0, "next_batch": step}, keep_last=1)
     logbook._metrics.close()  # not close(), which draws curves
 
 
@@ -101,12 +102,14 @@ def in_child(worker, folder: Path, k: int, mode: int) -> int:
 
 def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     """Goes on as a run does that is started again. Returns the step it went on from; every promise is checked on the way."""
-    found = Keeper.newest_whole(folder, read_rows(folder / CHECKPOINTS), Console())
+    rows, _ = completed(folder, [StageSteps("grpo", 0, 9)])
+    found = Keeper.newest_whole(folder, rows, Console())
     assert found is not None, "nothing to go on from"
     step = found[0]["batch"]
     assert digest(folder, step) == whole[step], f"the checkpoint of step {step} is another than was saved"
-    logbook = Logbook(folder, resume_step=step)
-    _remove_orphans(folder, logbook)
+    here = rows.index(found[0])
+    make_way(folder, Position(stale=rows[here + 1 :]))
+    logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
     logbook._metrics.close()
     if step == 1:
         save(worker, folder, 2)

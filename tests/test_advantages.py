@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.advantages import RunningMean, centred, centred_by_std, has_signal, leave_one_out, without_baseline
+from rl.credit.advantages import RunningMean, centred, centred_by_std, has_signal, leave_one_out, without_baseline
 
 
 def test_centred_by_hand():

@@ -18,9 +18,9 @@ from typing import Literal
 import pytest
 import tyro
 
-from rl import cli, run_plan
-from rl.fields import SettingsError, as_flags, fields_of
-from rl.help_pages import fail
+from rl.settings import cli, run_plan
+from rl.settings.fields import SettingsError, as_flags, fields_of
+from rl.settings.help_pages import fail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,11 +305,11 @@ def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("begun", [False, True])
 def test_the_box_says_whether_anything_began(begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`execute` fails before or after it says that it begins; names of settings are flags where no recipe was named."""
-    from rl import entry
-    from rl import run as run_module
     from rl.errors import UserError
     from rl.methods import METHODS as real
-    from rl.settings import RunSettings as RealSettings
+    from rl.run import entry
+    from rl.run import execute as run_module
+    from rl.settings.tables import RunSettings as RealSettings
 
     def execute(run: object, begins: Callable[[], None]) -> None:
         if begun:
@@ -381,7 +381,7 @@ def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = ("import sys; from rl import cli; from rl.help_pages import index\n"
+    code = ("import sys; from rl.settings import cli; from rl.settings.help_pages import index\n"
             "assert not {'torch', 'transformers', 'accelerate', 'datasets', 'matplotlib'} & set(sys.modules)")  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
@@ -421,3 +421,18 @@ def test_difference_names_each_changed_setting() -> None:
         "stage grpo: stop (none) -> a b",
     ]
     assert run_plan.difference(saved, run_plan.resolved(read("sft"))) == ["stages sft (sft), grpo (grpo) -> sft (sft)"]
+
+
+def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
+    """One at a time, every setting: asked for as it is by default it is no change, asked for otherwise it is."""
+    asked = run_plan.resolved(read("sft"))
+    table = {"methods": METHODS, "options": RunSettings}
+    for part, name in [("options", "seed"), *(("stages", name) for name in asked["stages"][0]["settings"])]:
+        saved = json.loads(json.dumps(asked))
+        held = saved["options"] if part == "options" else saved["stages"][0]["settings"]
+        default = held.pop(name)
+        assert run_plan.difference(saved, asked, **table) == []
+        other = json.loads(json.dumps(asked))
+        (other["options"] if part == "options" else other["stages"][0]["settings"])[name] = "another"
+        assert run_plan.difference(saved, other, **table) == [f"{name} {run_plan.show(default)} -> another"]
+        assert run_plan.difference(asked, saved, **table) == [f"{name} {run_plan.show(default)} -> (not set)"]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from helpers import random_datums, relative_difference
 
-from rl import ServiceClient, TensorData, model_info, renderers, types
-from rl.checkpoint import DamagedCheckpoint
-from rl.losses import get_loss
+from rl import ServiceClient, TensorData, renderers, types
+from rl.losses.losses import get_loss
+from rl.models import info as model_info
+from rl.ranks.checkpoint import DamagedCheckpoint
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=3e-3, eps=1e-8)
@@ -44,7 +45,7 @@ _workers: dict = {}
 @pytest.fixture(autouse=True)
 def keep_worker(monkeypatch):
     """Remembers the worker behind each driver, so that a test can look at weights and gradients."""
-    from rl import driver
+    from rl.clients import driver
 
     original = driver._execute
 
@@ -124,7 +125,7 @@ def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
 
     output = client.forward_backward_custom(datums, loss).result()
     assert relative_difference(gradient(), built_in) < 1e-5
-    assert output.metrics["mine:mean"] == 2.0
+    assert output.metrics["mine"] == 2.0 and "mine:mean" not in output.metrics  # as the user named it
 
 
 def test_a_custom_loss_that_ignores_the_logprobs_is_told_so(client):
@@ -142,7 +143,7 @@ def test_forward_backward_of_nothing_is_a_no_op(client):
 
 def test_an_update_after_a_failed_forward_backward_is_refused(client):
     datums = random_datums(2)
-    datums[0].loss_fn_inputs["logprobs"].array[:] = -np.inf
+    datums[0].loss_fn_inputs["logprobs"].array[:] = -1e30  # the ratio overflows
     good = client.forward_backward(random_datums(3), "importance_sampling")
     failed = client.forward_backward(datums, "importance_sampling")
     update = client.optim_step(ADAM)
@@ -155,6 +156,34 @@ def test_an_update_after_a_failed_forward_backward_is_refused(client):
     assert torch.equal(weights(), before)
     client.forward_backward(random_datums(3), "importance_sampling")
     assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0  # and life goes on
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_nothing_is_left_of_a_backward_that_failed_halfway(service, monkeypatch, custom):
+    """The update on it is refused, and the next one is that of a client where nothing failed."""
+    client, data, keep = make(service), random_datums(4), AdamParams(learning_rate=0.0)
+    client.forward_backward(data, "importance_sampling")
+    expected = client.optim_step(keep).result().metrics["grad_norm"]
+    (learner,) = _workers[None].learners.values()
+    backward = learner.backend.backward
+
+    def fails(value):
+        backward(value)
+        raise RuntimeError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.backend, "backward", fails)
+        if custom:
+            failed = client.forward_backward_custom(data, lambda data, logprobs: (sum(lp.sum() for lp in logprobs), {}))
+        else:
+            failed = client.forward_backward(data, "importance_sampling")
+        update = client.optim_step(ADAM)
+        with pytest.raises(RuntimeError, match="CUDA out of memory"):
+            failed.result()
+        with pytest.raises(RuntimeError, match="optim_step was not run"):
+            update.result()
+    client.forward_backward(data, "importance_sampling")
+    assert client.optim_step(keep).result().metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_malformed_calls_are_refused_where_they_are_made(client):
@@ -210,7 +239,7 @@ def test_one_bad_request_does_not_fail_those_beside_it(client):
     good = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
     with pytest.raises(ValueError, match="max_tokens=5000 exceed the model's context of 512"):
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=5000))
-    with pytest.raises(ValueError, match="ids from 0 to 13"):
+    with pytest.raises(ValueError, match="the sequence to score holds the id 14; the model's ids are 0 to 13"):
         sampler.compute_logprobs(ModelInput.from_ints([3, 14]))
     assert len(good.result().sequences) == 1
 
@@ -295,7 +324,7 @@ def test_truncated_samples_are_not_trained_on(client):
 def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(client):
     train(client)
     path = client.save_weights_for_sampler("a").result().path
-    loaded = client._service.create_sampling_client(model_path=path)
+    loaded = client.service.create_sampling_client(model_path=path)
     params = SamplingParams(max_tokens=8, seed=11, temperature=0.9)
     here = client.save_weights_and_get_sampling_client().sample(PROMPT, 4, params).result()
     there = loaded.sample(PROMPT, 4, params).result()
@@ -355,7 +384,7 @@ def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(client):
 
 def test_bad_prompts_are_refused(client):
     sampler = client.save_weights_and_get_sampling_client()
-    with pytest.raises(ValueError, match="ids outside 0 to 13"):
+    with pytest.raises(ValueError, match="holds the id 99; the model's ids are 0 to 13"):
         sampler.sample(ModelInput.from_ints([99]), 1, SamplingParams(max_tokens=1))
     with pytest.raises(ValueError, match="empty"):
         sampler.sample(ModelInput.empty(), 1, SamplingParams(max_tokens=1))
@@ -392,7 +421,7 @@ def test_load_state_with_and_without_optimizer(client):
     assert torch.equal(weights(), saved)
     train(client, 2)
     loaded = weights()
-    fresh = client._service.create_training_client_from_state(path)
+    fresh = client.service.create_training_client_from_state(path)
     train(fresh, 2)
     assert torch.equal(weights(fresh.model_id), loaded)  # the optimizer started fresh in both
 
@@ -429,7 +458,7 @@ def test_what_is_saved_for_the_sampler_loads_in_transformers_and_peft(client):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl.models import load_model
+    from rl.models.load import load_model
 
     train(client)
     expected = logits_of(_workers[None].learners[0].model)
@@ -459,7 +488,7 @@ def test_a_name_stays_and_must_be_one(client):
 
 def test_without_a_name_nothing_is_written(client):
     client.save_weights_and_get_sampling_client().sample(PROMPT, 1, SamplingParams(max_tokens=2)).result()
-    assert not os.path.exists(client._service.output_dir)
+    assert not os.path.exists(client.service.output_dir)
 
 
 def test_a_gradient_is_not_lost_in_a_checkpoint(client):
@@ -520,7 +549,7 @@ def test_wrong_addresses_are_told_what_is_right(service, tmp_path):
 
 
 def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
-    from rl.models import load_model
+    from rl.models.load import load_model
 
     load_model("tiny:addition").model.save_pretrained(tmp_path / "bare")
     client = service.create_full_training_client(str(tmp_path / "bare"))

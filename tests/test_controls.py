@@ -6,19 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.cli import read
-from rl.curriculum import Curriculum
+from rl.credit.shaping import RewardShaper, RunningStatistics, overlong_penalty
 from rl.data.addition import addition
+from rl.data.curriculum import Curriculum
 from rl.data.problem_set import ProblemSet
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
-from rl.fields import SettingsError, flatten, unflatten
-from rl.keeper import Keeper
 from rl.methods import METHODS
-from rl.prepare import reward_of
+from rl.run.keeper import Keeper
+from rl.run.prepare import reward_of
 from rl.schedules import lora_learning_rate, scaled_by_batch
-from rl.settings import DataSettings, RunSettings, ShapingSettings
-from rl.shaping import RewardShaper, RunningStatistics, overlong_penalty
+from rl.settings.cli import read
+from rl.settings.data_tables import DataSettings
+from rl.settings.fields import SettingsError, flatten, unflatten
+from rl.settings.tables import RunSettings, ShapingSettings
 from rl.types import ModelInput, Problem, SampledSequence
 
 REPO = Path(__file__).resolve().parent.parent
@@ -82,6 +83,13 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
     assert shaper.metrics["reward/running_mean"] == 1.0
     shaper.totals([group([5.0])])
     assert shaper.statistics.mean == pytest.approx(9 / 5)
+
+
+def test_the_overlong_penalty_is_of_the_longest_turn():
+    """max_tokens bounds each turn: three turns of half of it are not long."""
+    shaper = RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=1.0), 10)
+    assert shaper.totals([group([1.0, 1.0, 1.0], tokens=5)]) == [[3.0]]
+    assert shaper.totals([group([1.0, 1.0, 1.0], tokens=9)]) == [[pytest.approx(3.0 - 4 / 5)]]
 
 
 def test_rewards_that_never_differed_are_not_divided_by_nothing():
@@ -184,6 +192,8 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
 
 def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
     class Book:
+        folder = tmp_path
+
         def __init__(self):
             self.rows = []
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rl.datums import action_tokens, check_datum, supervised_datum, trajectory_to_datums
-from rl.episodes import Trajectory, Transition
-from rl.types import Datum, ModelInput, SampledSequence, TensorData
+from rl.episodes.datums import action_tokens, check_datum, supervised_datum, trajectory_to_datums
+from rl.episodes.episode import Trajectory, Transition
+from rl.types import Datum, EncodedTextChunk, ModelInput, SampledSequence, TensorData
 
 
 def turn(observation: list[int], action: list[int], logprobs: list[float]) -> Transition:
@@ -40,6 +40,48 @@ def test_a_turn_that_does_not_continue_starts_a_new_datum():
     first, second = trajectory_to_datums(episode)
     assert first.model_input.to_ints() == [1, 2] and fields(first)["target_tokens"] == [2, 3]
     assert second.model_input.to_ints() == [1, 9, 5, 7] and fields(second)["mask"] == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("more", [0, 1, 3])
+@pytest.mark.parametrize("at", range(5))
+def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
+    """In what was read or in what was drawn, the first or the last of it, and however long the next observation is."""
+    so_far = [1, 2, 3, 4, 5]
+    changed = [*so_far[:at], 9, *so_far[at + 1 :], *[7] * more]
+    first, second = trajectory_to_datums(
+        Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn(changed, [8], [-3.0])], advantage=1.0)
+    )
+    assert first.model_input.to_ints() == [1, 2, 3, 4] and fields(first)["target_tokens"] == [2, 3, 4, 5]
+    assert second.model_input.to_ints() == changed and fields(second)["mask"] == [0.0] * (len(changed) - 1) + [1.0]
+    assert (first.episode_share, second.episode_share) == (2 / 3, 1 / 3)
+    (one,) = trajectory_to_datums(
+        Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*so_far, *[7] * more], [8], [-3.0])], advantage=1.0)
+    )
+    assert one.model_input.to_ints() == [*so_far, *[7] * more] and one.episode_share == 1.0
+
+
+@pytest.mark.parametrize("next_", [[], [1], [1, 2, 3, 4]])
+def test_an_observation_that_is_shorter_than_what_came_before_starts_a_new_datum(next_):
+    """Also where it is the beginning of it: an episode that was taken back."""
+    episode = Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*next_, 6], [8, 9], [-3.0, -4.0])], advantage=1.0)
+    first, second = trajectory_to_datums(episode)
+    assert first.model_input.to_ints() == [1, 2, 3, 4] and second.model_input.to_ints() == [*next_, 6, 8]
+    taken_back = Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([1, 2, 3, 4], [8], [-3.0])], advantage=1.0)
+    assert [datum.model_input.to_ints() for datum in trajectory_to_datums(taken_back)] == [[1, 2, 3, 4], [1, 2, 3, 4]]
+
+
+def test_inputs_keep_tokens_of_their_own():
+    """What a caller does to his list afterwards changes no input, whichever way it was made."""
+    tokens, chunks = [1, 2, 3], [EncodedTextChunk([7])]
+    made = [ModelInput.from_ints(tokens), ModelInput((EncodedTextChunk(tokens),)), ModelInput.empty().append(EncodedTextChunk(tokens))]
+    of_chunks, datum = ModelInput(chunks), Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens})
+    tokens.clear()
+    chunks.clear()
+    assert [one.to_ints() for one in made] == [[1, 2, 3]] * 3 and of_chunks.to_ints() == [7]
+    assert datum.model_input.length == 3
+    made[0].to_ints().clear()
+    assert made[0].to_ints() == [1, 2, 3]
+    assert made[0] == ModelInput.from_ints((1, 2, 3)) == ModelInput.from_ints(np.array([1, 2, 3]))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import learning
 import matplotlib.image
 import numpy as np
 import pytest
@@ -34,13 +35,17 @@ def default_run(base: Path) -> tuple[Path, str]:
 
 @cache
 def taught_model(base: Path) -> Path:
-    """Weights after the default recipe's first stage: from `default_run` where it has been run, else that stage alone."""
-    found = base / "default_recipe" / "checkpoints" / "sft-final" / "model"
-    if not found.is_dir():
+    """Weights after the default recipe's first stage: from `default_run` where it got so far (in any worker), else that stage alone."""
+    weights = Path("default_recipe", "checkpoints", "sft-final", "model")
+    others = [base, *base.parent.glob("popen-gw*")] if base.name.startswith("popen-gw") else [base]
+    ready = [one / weights for one in others if (one / weights).is_dir()] if learning.seed() == 0 else []
+    if ready:
+        found = ready[0]
+    else:
         recipe = yaml.safe_load(RECIPE.read_text())
         recipe["stages"] = recipe["stages"][:1]
         (base / "teach.yaml").write_text(yaml.safe_dump(recipe))
-        train(base / "teach.yaml", "--output-dir", base / "taught")
+        train(base / "teach.yaml", "--output-dir", base / "taught", "--seed", str(learning.seed()))
         found = base / "taught" / "checkpoints" / "sft-final" / "model"
     return found
 
@@ -71,7 +76,8 @@ def test_the_default_recipe_teaches_and_improves(tmp_path_factory):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
     before, after = held_out[0], held_out[-1]
-    assert before <= 0.45 and after >= 0.95, f"held-out accuracy {before} -> {after}"
+    # Seeds 0, 1, 2: 0.42 -> 0.998, 0.37 -> 0.996, 0.28 -> 0.959, with standard errors of 0.02 before and at most 0.01 after.
+    assert before <= 0.5 and after >= 0.93, f"held-out accuracy {before} -> {after}"
 
     # The console says what the figures are, and what they are not.
     assert re.search(rf"held-out accuracy.*{before:.3f} -> {after:.3f}", printed), printed

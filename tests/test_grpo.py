@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers import call, make_worker, random_datums
 
-from rl import stage as stage_module
-from rl.advantages import (
+from rl.credit.advantages import (
     PerProblemMean,
     batch_normalised,
     centred,
@@ -21,18 +20,22 @@ from rl.advantages import (
     leave_one_out,
     returns_to_go,
 )
-from rl.cli import read
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
+from rl.episodes.metrics import group_metrics
+from rl.episodes.rollout import Rollouts
 from rl.errors import UserError
-from rl.losses import get_loss
+from rl.losses.losses import get_loss
 from rl.methods import METHODS
-from rl.methods.base import divisor, truncated_importance_sampling, weighted_by_sequence
-from rl.methods.grpo import VARIANTS, GrpoSettings, PolicyGradient, PolicyGradientSettings, variant_settings
-from rl.metrics import group_metrics
-from rl.rollout import Rollouts
-from rl.run_plan import from_resolved, resolved
-from rl.settings import KlSettings, RunSettings, SamplingSettings
-from rl.stage import EveryRewardFailed, Stage
+from rl.methods.grpo import PolicyGradient
+from rl.methods.grpo_settings import VARIANTS, GrpoSettings, PolicyGradientSettings, variant_settings
+from rl.methods.steps import divisor, truncated_importance_sampling, weighted_by_sequence
+from rl.run import samples as samples_module
+from rl.run.said import Said
+from rl.run.samples import EveryRewardFailed, Samples
+from rl.run.stage import Stage
+from rl.settings.cli import read
+from rl.settings.run_plan import from_resolved, resolved
+from rl.settings.tables import KlSettings, LoopSettings, RunSettings, SamplingSettings
 from rl.types import ModelInput, SampledSequence, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
@@ -269,15 +272,16 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
 # ------------------------------------------------------------------------------------------------------ dynamic sampling
 
 
-def filling(bound: int, wanted: int) -> Stage:
-    """A stage that can do no more than `fill` and `check`."""
-    stage = Stage.__new__(Stage)
-    stage.settings = GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound))
-    stage.loop, stage.seed, stage.sampling_params = SimpleNamespace(batch_size=wanted), 5, None
-    stage.problems = SimpleNamespace(batch=lambda step, size, seed: (step, size, seed))
-    stage.models = SimpleNamespace(rewards=None)
-    stage.method, stage.groups = SimpleNamespace(group_size=2), lambda problems, size: problems
-    return stage
+def filling(bound: int, wanted: int) -> Samples:
+    """`fill` and `check` with no more than they need, of problems that stand for their own groups."""
+    given = SimpleNamespace(
+        settings=GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound)), loop=SimpleNamespace(batch_size=wanted), seed=5,
+        problems=SimpleNamespace(batch=lambda step, size, seed: (step, size, seed)), models=SimpleNamespace(rewards=None, opponents=None),
+        method=SimpleNamespace(group_size=2), sampling_params=None, scorer=None, environment=None, opponents=None,
+    )  # fmt: skip
+    samples = Samples(given, Said(SimpleNamespace(warn=lambda text: None)))
+    samples.groups = lambda problems, size: problems
+    return samples
 
 
 def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
@@ -287,15 +291,14 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
         rounds.append(Rollouts([], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5))
         return rounds[-1]
 
-    monkeypatch.setattr(stage_module, "rollout", broken)
-    stage = filling(bound=10, wanted=3)
-    stage.console, stage._said = SimpleNamespace(warn=lambda text: None), set()
-    filled = stage.fill(broken(), 4, None)
+    monkeypatch.setattr(samples_module, "rollout", broken)
+    samples = filling(bound=10, wanted=3)
+    filled = samples.fill(broken(), 4, None)
     assert len(rounds) == 1  # the batch's own: none was added
     with pytest.raises(EveryRewardFailed, match="raised KeyError"):
-        stage.check(filled, SimpleNamespace(version=0))
+        samples.check(filled, SimpleNamespace(version=0))
     worked = Rollouts([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
-    filled = stage.fill(worked, 4, None)  # a reward that stops working on the way
+    filled = samples.fill(worked, 4, None)  # a reward that stops working on the way
     assert len(rounds) == 2 and len(filled.groups) == 1 and filled.counters["extra_rounds"] == 1
 
 
@@ -304,41 +307,42 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     alike = lambda index: group([1.0], [1.0], problem=index)  # noqa: E731
     drawn: list[tuple[int, int]] = []
 
-    def sampled(builders, sampler, params, *, seed):
+    def sampled(builders, sampler, params, *, seed, players):
         drawn.append((builders, seed))
         return Rollouts([mixed(len(drawn)), alike(0), mixed(len(drawn))], ["lost"], {"emitted_tokens": 5}, 1.0, 0.5)
 
-    monkeypatch.setattr(stage_module, "rollout", sampled)
-    stage = filling(bound=2, wanted=3)
+    monkeypatch.setattr(samples_module, "rollout", sampled)
+    samples = filling(bound=2, wanted=3)
     start = Rollouts([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
-    full = stage.fill(start, 4, None)
+    full = samples.fill(start, 4, None)
     assert [g.problem_index for g in full.groups] == [9, 1, 1] and len(full.left_out) == 3 and len(full.sampled) == 6
     assert full.counters == {"emitted_tokens": 12, "extra_rounds": 1} and full.errors == ["lost"] and full.sample_seconds == 3.0
-    stage.loop.batch_size = 50
-    assert [g.problem_index for g in stage.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]  # two rounds, and no more
+    samples.given.loop.batch_size = 50
+    assert [g.problem_index for g in samples.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]  # two rounds, and no more
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
-    monkeypatch.setattr(stage_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0))
-    nothing = stage.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    monkeypatch.setattr(samples_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0))
+    nothing = samples.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
     assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.left_out  # nothing is mixed
-    stage.loop.batch_size = 2
-    nothing = stage.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    samples.given.loop.batch_size = 2
+    nothing = samples.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
     assert len(nothing.groups) == 2 and len(nothing.left_out) == 1  # no more is trained on than batch_size groups
-    stage.settings = GrpoSettings()
-    assert stage.fill(start, 4, None) is start
+    samples.given.settings = GrpoSettings()
+    assert samples.fill(start, 4, None) is start
 
 
-@pytest.mark.parametrize("judge", [None, SimpleNamespace(scores_alone=False)])
+@pytest.mark.parametrize("judge", [None, SimpleNamespace(scores_alone=False, take_seconds=dict)])
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
     """Without anything that scores, a row says nothing of rewards; with a reward model in the loop it does."""
     rows: list[dict] = []
-    stage = Stage.__new__(Stage)
-    stage.settings, stage.scorer, stage.models = GrpoSettings(), None, SimpleNamespace(rewards=judge)
-    stage.loop = SimpleNamespace(batch_size=1, steps=9, eval_every=0, save_every=0, rollouts_every=0, keep_best=None)
-    stage.problems, stage.method, stage._said = SimpleNamespace(epoch=lambda step, size: 0.0), None, set()
-    stage._timed, stage._clock, stage._sampled_at, stage.first_step, stage.name = None, 0.0, None, 0, "grpo"
-    stage.sampling_params, stage.stop_request = SimpleNamespace(temperature=1.0), SimpleNamespace(exit_code=None)
-    stage.logbook = SimpleNamespace(log=lambda step, row: rows.append(row))
-    stage.console, stage._alarms = SimpleNamespace(update=lambda step, row: None), lambda row: ({}, [])
+    loop = LoopSettings(steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None)
+    settings = GrpoSettings(loop=loop)
+    stage = Stage(
+        name="grpo", index=0, method=SimpleNamespace(settings=settings), models=SimpleNamespace(rewards=judge, opponents=None),
+        problems=SimpleNamespace(epoch=lambda step, size: 0.0), test_problems=None, renderer=None, scorer=None, seed=0, first_step=0,
+        done=0, logbook=SimpleNamespace(log=lambda step, row: rows.append(row)),
+        console=SimpleNamespace(update=lambda step, row: None, warn=lambda text: None), keeper=None,
+        stop_request=SimpleNamespace(exit_code=None),
+    )  # fmt: skip
     groups = [group([1.0], [0.0])]
     stage.end_batch(0, group_metrics(groups), None, Rollouts(groups, [], {"emitted_tokens": 4}, 1.0, 0.5))
     assert (rows[0].get("reward/total") == 0.5) == ("env/all/by_group/frac_mixed" in rows[0]) == (judge is not None)

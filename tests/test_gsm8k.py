@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl import cli
 from rl.methods import METHODS
-from rl.prepare import names_its_model
-from rl.settings import RunSettings
+from rl.run.beginnings import names_its_model
+from rl.settings import cli
+from rl.settings.tables import RunSettings
 
 REPO = Path(__file__).resolve().parent.parent
 GSM8K = REPO / "recipes" / "gsm8k.yaml"
@@ -205,8 +205,8 @@ def test_rewards_are_those_counted_from_the_answers(run: Path, rollouts: list[li
         assert len(samples) == PROBLEMS * GROUP
         for sample in samples:
             boxed = re.findall(r"\\boxed\{([^{}]*)\}", sample["response"])[-1:]
-            if boxed and not boxed[0].isdecimal():
-                continue  # "$ 10", "1 = 10": what of such is a number is the reward's own affair, tested there
+            if (boxed and not boxed[0].isdecimal()) or (not boxed and "\\boxed" in sample["response"]):
+                continue  # "\boxed 10", "$ 10", "1 = 10": what of such is a number is the reward's own affair, tested there
             plain += 1
             reward = float(boxed == [expected[sample["problem"]]]) - (0.0 if boxed else 0.1)
             assert sample["reward"] == pytest.approx(reward, abs=1e-12), sample["response"]

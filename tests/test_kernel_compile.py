@@ -1,7 +1,8 @@
-"""Every kernel compiles for Hopper (sm_90) at its real tile sizes, on a machine without a GPU.
+"""Every kernel compiles at its real tile sizes for Hopper (sm_90), and those that multiply for sm_80, 86, 89, 100 and 120 too,
+on a machine without a GPU.
 
-Read from the results: warpgroup products (wgmma) in the kernels that multiply, shared memory within the device's 232448 bytes,
-spilled registers from the assembler's own report, and 64-bit offsets where T x V passes 2^31.
+Read from the results: which products and copies the device's own instructions do, shared memory within what a block may have
+there, spilled registers from the assembler's own report, and 64-bit offsets where T x V passes 2^31.
 """
 
 import os
@@ -14,8 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
-SHARED_LIMIT = 232_448
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept stride_exp stride_out columns ignore_index"
 INTS += " stride_xs stride_ws stride_xt stride_wt"
@@ -23,10 +23,12 @@ FLOATS = "in_scale out_scale headroom in_s out_s in_t out_t beta low high kl_coe
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
 
-def build(kernel, constants, data, warps, stages, descriptors=None, tmp_path=None):
+def build(kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90):
     """(compiled kernel, bytes of spilled registers); every tensor that is not an index or the data type is float32."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from kernels.tiles import Device
 
     kinds = dict.fromkeys(INTS.split(), "i32") | dict.fromkeys(FLOATS.split(), "fp32") | dict.fromkeys(LONGS, "*i64")
     kinds |= {"mask_ptr": "*u8"} | dict.fromkeys(data, f"*{constants.pop('TYPE', 'fp32')}") | (descriptors or {})
@@ -35,19 +37,22 @@ def build(kernel, constants, data, warps, stages, descriptors=None, tmp_path=Non
     aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in wide]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
-    assert compiled.metadata.shared <= SHARED_LIMIT
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
+    assert compiled.metadata.shared <= Device(capability).shared
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
-    command = [str(PTXAS), "-v", "--gpu-name=sm_90a", str(ptx), "-o", os.devnull]
+    name = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
+    assembler = ASSEMBLERS / ("ptxas" if capability < 100 else "ptxas-blackwell")
+    command = [str(assembler), "-v", f"--gpu-name={name}", str(ptx), "-o", os.devnull]
     report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return compiled, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
 
 
-def head_options(D, dtype, descriptors):
-    from kernels.linear_logprob_triton import GROUP, SPLITS, tiles_for
+def head_options(D, dtype, descriptors, capability=90):
+    from kernels.linear_logprob_triton import GROUP, SPLITS
+    from kernels.tiles import Device, tiles_for
 
-    tiles = tiles_for(D, NAMES[dtype])
+    tiles = tiles_for(D, NAMES[dtype], Device(capability))
     constants = {"D": D, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "SPLITS": SPLITS, "GROUP": GROUP, "UPCAST": False}
     constants |= {"DESCRIPTORS": descriptors, "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "TYPE": dtype}
     blocks = {"x": (tiles.rows, tiles.depth), "w": (tiles.columns, tiles.depth)}
@@ -79,6 +84,53 @@ def test_linear_logprob_kernels(D, dtype, descriptors, tmp_path):
         assert spilled <= (allowed if descriptors else allowed + 300), (kernel.__name__, options, spilled)
         if descriptors:
             assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+# What the assembler may spill, bytes a thread: (forward, dlogits, forward that keeps under bias and softcap, dlogits likewise).
+SPILLS = {
+    "bf16": {80: (0, 0, 900, 0), 86: (0, 0, 900, 0), 89: (0, 0, 900, 0), 100: (0, 0, 1000, 0), 120: (0, 0, 600, 0)},
+    "fp32": {80: (0, 0, 500, 0), 120: (0, 0, 400, 0)},
+}
+ALL = [("bf16", 80, 2048), ("bf16", 120, 2048), ("bf16", 100, 2048), ("bf16", 89, 896), ("bf16", 86, 896), ("bf16", 100, 896)]
+ALL += [("fp32", 80, 1024), ("fp32", 120, 1024)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "capability", "D"), ALL)
+def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
+    """Below Hopper no copy engine: with descriptors an A100 spilled 20 KB a thread. A consumer's GPU has 99 KiB a block, not 227."""
+    from kernels import linear_logprob_triton as kernels
+    from kernels.tiles import Device
+
+    copies, products = ("cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg"), "tcgen05.mma" if capability == 100 else "mma.sync"
+    plain, full = {"HAS_BIAS": False, "SOFTCAP": False}, {"HAS_BIAS": True, "SOFTCAP": True}
+    variants = [
+        (kernels._forward_kernel, plain | {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}),
+        (kernels._dlogits_kernel, plain | {"HAS_C": False}),
+        (kernels._forward_kernel, full | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True}),
+        (kernels._dlogits_kernel, full | {"HAS_C": True}),
+    ]
+    for (kernel, options), allowed in zip(variants, SPILLS[dtype][capability], strict=True):
+        constants, kinds, tiles = head_options(D, dtype, Device(capability).descriptors, capability)
+        data = ("bias_ptr", "kept_ptr", "out_ptr")
+        compiled, spilled = build(kernel, constants | options, data, tiles.warps, tiles.stages, kinds, tmp_path, capability)
+        assert spilled <= allowed, (kernel.__name__, options, spilled)
+        assert copies in compiled.asm["ptx"] and (products in compiled.asm["ptx"] or dtype == "fp32")
+
+
+def test_numbers_of_a_batch_compile_no_variants():
+    """200 micro-batches of 3k to 33k tokens asked for 8 to 20 variants, seconds each, at other steps on each rank."""
+    from kernels import distill_kl_triton, linear_logprob_triton
+    from kernels.linear_logprob_triton import BATCH
+
+    found = 0
+    for module in (linear_logprob_triton, distill_kl_triton):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel"):
+                varying = [p for p in kernel.params if p.name in BATCH]
+                found += len(varying)
+                assert varying and all(p.do_not_specialize for p in varying), name
+    assert found > 20
 
 
 def test_defect_9_offsets_are_64_bit(tmp_path):
@@ -119,8 +171,9 @@ def test_defect_12_unaligned_targets_are_not_read_in_wide_words(tmp_path):
 @pytest.mark.parametrize("kind", ["reverse", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("forward", "mixture"))])
 def test_distill_kernels(kind, tmp_path):
     from kernels import distill_kl_triton as kernels
+    from kernels.tiles import pair_tiles_for
 
-    tiles = kernels.tiles_for(torch.bfloat16)
+    tiles = pair_tiles_for(torch.bfloat16)
     base = {"D": 2048, "E": 4096, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESC_S": True, "DESC_T": True}
     base |= {"UPCAST": False, "PRECISION": "ieee", "CAP_S": False, "CAP_T": False, "SPLITS": 33, "GROUP": 16, "TYPE": "bf16"}
     kinds = {name: f"tensordesc<bf16[{tiles.rows}, {tiles.depth}]>" for name in ("xs", "ws", "xt", "wt")}
@@ -135,10 +188,10 @@ def test_kernels_without_products(tmp_path):
     from kernels import discounted_scan_triton, linear_logprob_triton, policy_loss_triton, token_logprob_triton
 
     cases = [
-        (linear_logprob_triton._combine_kernel, {"BLOCK": 128}, (), 4),
+        (linear_logprob_triton._combine_kernel, {"PARTS": 32, "BLOCK": 32}, (), 4),
         (linear_logprob_triton._align_kernel, {"BM": 32, "BN": 256, "TYPE": "bf16"}, ("kept_ptr",), 8),
         (linear_logprob_triton._saved_dlogits_kernel,
-         {"BM": 32, "BN": 256, "SOFTCAP": True, "HAS_C": True, "HAS_AT": True, "TYPE": "bf16"}, ("kept_ptr", "out_ptr"), 8),
+         {"BM": 32, "BN": 256, "SOFTCAP": True, "HAS_AT": True, "TYPE": "bf16"}, ("kept_ptr", "out_ptr"), 8),
         (token_logprob_triton._forward_kernel, {"SOFTCAP": True, "BLOCK": 8192, "TYPE": "bf16"}, ("logits_ptr",), 8),
         (token_logprob_triton._backward_kernel,
          {"SOFTCAP": False, "HAS_C": True, "BLOCK": 8192, "TYPE": "bf16"}, ("logits_ptr", "out_ptr"), 8),
@@ -151,3 +204,65 @@ def test_kernels_without_products(tmp_path):
     for kernel, constants, data, warps in cases:
         _, spilled = build(kernel, constants, data, warps, 3, None, tmp_path)
         assert spilled == 0, (kernel.__name__, spilled)
+
+
+SAMPLER_INTS = {"slices": "i32", "positions": "i32", "plane": "i64", "stride_page": "i64", "stride_place": "i64"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_samplers_kernels(capability, tmp_path):
+    """Of the draw and of a decoding step, at the sizes of a real model."""
+    from kernels import draw_triton, step_triton
+    from kernels.tiles import Device, tiles_for
+
+    longs = dict.fromkeys(("position_ptr", "page_ptr", "place_ptr", "token_ptr", "seed_ptr", "problem_ptr", "index_ptr"), "*i64")
+    other = SAMPLER_INTS | longs | {"slice_ptr": "*i32", "greedy_ptr": "*u8", "eps": "fp32"}
+    wide = dict.fromkeys(("uniform_ptr", "rest_ptr"), "*fp64")
+    constants, kinds, tiles = head_options(2048, "bf16", Device(capability).descriptors, capability)
+    assert tiles == tiles_for(2048, torch.bfloat16, Device(capability))
+    cases = [
+        (draw_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
+        (draw_triton._pick_kernel, {"HAS_GREEDY": True, "BM": 8, "BS": 64}, (), 4, wide, 0),
+        (draw_triton._search_kernel,
+         {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"}, ("x_ptr", "w_ptr"), 4, wide, 0),
+        (draw_triton._uniforms_kernel, {"BLOCK": 128}, (), 4, {"out_ptr": "*fp64"}, 0),
+        (step_triton._residual_rms_kernel,
+         {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"}, ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), 8, {}, 0),
+        (step_triton._silu_mul_kernel, {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"}, ("gate_up_ptr", "out_ptr"), 4, {}, 0),
+        (step_triton._rope_append_kernel, {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"},
+         ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"), 1, {}, 0),
+    ]  # fmt: skip
+    for kernel, constants, data, warps, kinds, allowed in cases:
+        stages = tiles.stages if kernel is draw_triton._slices_kernel else 3
+        compiled, spilled = build(kernel, dict(constants), data, warps, stages, other | kinds, tmp_path, capability)
+        assert spilled <= allowed, (kernel.__name__, spilled)
+
+
+@pytest.mark.slow
+def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
+    """384 threads: one group of four warps that copies and two that multiply, with registers given from the one to the others."""
+    from kernels import linear_logprob_ws as kernels
+    from kernels.tiles import SPECIAL
+
+    base = {"D": 2048, "BM": SPECIAL.rows, "BN": SPECIAL.columns, "BK": SPECIAL.depth, "SPLITS": 132, "GROUP": 16, "UPCAST": False}
+    base |= {"PRECISION": "ieee", "TYPE": "bf16", "WS": True}
+    variants = [(kernels._forward_ws_kernel, {"ENTROPY": True}, 0), (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100)]
+    for kernel, options, allowed in variants:
+        compiled, spilled = build(kernel, base | options, ("x_ptr", "w_ptr", "out_ptr"), SPECIAL.warps, SPECIAL.stages, None, tmp_path)
+        assert spilled <= allowed, (kernel.__name__, spilled)
+        assert "setmaxnreg" in compiled.asm["ptx"] and re.search(r"\.reqntid 384", compiled.asm["ptx"])
+        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
+    """PTX's min.f32 and max.f32 give the other operand where one is NaN; min.NaN.f32 and max.NaN.f32 give NaN."""
+    from kernels import policy_loss_triton
+
+    options = {"HAS_MASK": True, "HAS_REF": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024, "KIND": kind, "KL_KIND": 2}
+    compiled, _ = build(policy_loss_triton._policy_loss_kernel, options, (), 4, 3, None, tmp_path)
+    found = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", compiled.asm["ptx"]))
+    assert found <= {"min.NaN.f32", "max.NaN.f32"}, found
+    clips = kind in (policy_loss_triton.PPO.value, policy_loss_triton.CISPO.value, policy_loss_triton.GSPO.value)
+    assert bool(found) == clips

@@ -83,6 +83,9 @@ def test_many_blocks_equal_one(monkeypatch):
     parts = [run(linear_logprob, torch.float32, x, w, y, bias, upstream, frozen=f, saved_bytes=0, softcap=2.0) for f in (False, True)]
     for a, b in zip(whole[0] + whole[1], parts[0] + parts[1], strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    frozen = run(linear_logprob, torch.float32, x, 9 * w, y, bias, upstream, (0,), frozen=True, saved_bytes=0)  # no entropy: E_p[W] is used
+    exact = run(linear_logprob_reference, torch.float64, x, 9 * w, y, bias, upstream, (0,), frozen=True)
+    torch.testing.assert_close(frozen[3], exact[3], atol=1e-3, rtol=1e-4)  # of gradients up to 20
 
 
 def test_frozen_head_with_and_without_an_entropy_gradient_agrees_with_a_training_head():

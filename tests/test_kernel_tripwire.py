@@ -4,6 +4,8 @@ On a CPU the custom ops are entered, so that what they do inside is counted. For
 with kernels replaced by counters of the products they would do.
 """
 
+import weakref
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,7 +34,7 @@ class Tripwire(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_", "bmm"):
+        if name in ("mm", "addmm", "addmm_", "bmm", "matmul"):
             a, b = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
             self.flops += 2 * a.numel() * b.shape[-1]
         self.reads += name == "_local_scalar_dense"
@@ -120,7 +122,12 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "_dlogits_kernel", Counter(log, dlogits_flops))
     for name in ("_combine_kernel", "_align_kernel", "_saved_dlogits_kernel"):
         monkeypatch.setattr(launch, name, Counter(log, lambda args, options: 0))
-    monkeypatch.setattr(launch, "descriptors_fit", lambda *tensors: False)  # no addresses to look at
+    from kernels import operands
+    from kernels.tiles import Device, tiles_for
+
+    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(80))  # pointers: descriptors look at addresses
+    monkeypatch.setattr(launch, "device_of", lambda tensor: Device(80))
+    monkeypatch.setattr(launch, "tiles_for", lambda D, dtype, device: tiles_for(D, dtype))
     return launch, log
 
 
@@ -137,7 +144,7 @@ def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
             kept = torch.empty(tokens, vocab, device="cuda", dtype=torch.bfloat16)
             exponents = torch.empty(-(-vocab // 128), tokens, device="cuda")
             launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True)
-            launch.saved_backward(x, w, y, None, head, co, row, kept, exponents, None, need_x=True, need_w=True, need_bias=False)
+            launch.saved_backward(x, w, y, None, head, co, row, kept, exponents, row, None, need_x=True, need_w=True, need_bias=False)
         else:
             launch.forward(x, w, y, None, head, expected=frozen)
             if not frozen:
@@ -175,3 +182,118 @@ def test_defect_9_grids_are_one_dimensional_at_any_length(launches):
     launch, log = launches
     fake_run(launch, log, 131_072, 151_936)
     assert log and all(len(grid) == 1 and grid[0] < 2**31 for grid, _ in log)
+
+
+# ------------------------------------------------------------------------------------------------------- bytes, and waits
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that live at a time of what was made inside."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.live, self.sizes, self.peak = {t.untyped_storage()._cdata: None for t in given}, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
+        return out
+
+    def add(self, storage):
+        key = storage._cdata
+        if key not in self.live:
+            self.sizes[key] = storage.nbytes()
+            self.live[key] = weakref.ref(storage, lambda _: (self.live.pop(key), self.sizes.pop(key)))
+            self.peak = max(self.peak, sum(self.sizes.values()))
+
+
+def peak_bytes(launch, tokens, vocab, hidden, frozen):
+    """Beside the inputs and dW."""
+    with FakeTensorMode():
+        x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        w = torch.empty(vocab, hidden, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(tokens, device="cuda", dtype=torch.int64)
+        row = torch.empty(tokens, device="cuda")
+        with Peak(x, w, y, row) as forward:
+            launch.forward(x, w, y, None, Head(), expected=frozen)
+        if frozen:
+            return forward.peak
+        with Peak(x, w, y, row) as backward:
+            launch.backward(x, w, y, None, Head(), Coefficients(row, row, None), row, need_x=True, need_w=True, need_bias=False)
+        return max(forward.peak, backward.peak - vocab * hidden * 2)
+
+
+def test_the_frozen_paths_memory_grows_with_the_tokens_and_no_faster(launches):
+    """It grew with their square: 347 MiB at 8k tokens, 8.5 GiB at 131k."""
+    launch, _ = launches
+    peaks = [peak_bytes(launch, tokens, 151_936, 896, True) for tokens in (8_192, 32_768, 65_536, 131_072)]
+    assert peaks[0] < 400 << 20 and peaks[3] < 1300 << 20
+    assert all(b <= 2.1 * a for a, b in zip(peaks[1:], peaks[2:], strict=False))
+
+
+SIZES = [(8_192, 896, 151_936), (8_192, 4096, 128_256), (32_768, 4096, 128_256), (512, 2048, 32_000)]
+
+
+@pytest.mark.parametrize(("tokens", "D", "V"), SIZES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, frozen):
+    from kernels import head_bytes
+
+    launch, _ = launches
+    held = peak_bytes(launch, tokens, V, D, frozen)
+    assert 0.9 * held <= head_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
+
+
+def test_few_rows_fill_the_gpu(launches):
+    """128 rows were 33 programs for 132 SMs, forward and backward."""
+    launch, log = launches
+    for tokens in (1, 128, 512, 640, 1024, 8192):
+        log.clear()
+        fake_run(launch, log, tokens, 151_936, hidden=2048)
+        assert all(grid[0] >= 132 * min(-(-tokens // 128), 4) for grid, flops in log if flops), tokens
+
+
+def test_a_checked_call_does_not_wait_before_the_backward():
+    x, w, y = torch.randn(T, D, requires_grad=True), torch.randn(V, D), torch.randint(0, V, (T,))
+    with Tripwire() as wire:
+        found = linear_logprob(x, w, y, saved_bytes=0, checked=True)
+    assert wire.reads == 0
+    for mine, plain in zip(found, linear_logprob(x, w, y, saved_bytes=0), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_ops_that_wait_are_left_out_of_captured_graphs():
+    """torch.compile's reduce-overhead mode asks the tag; without it a wait inside a capture is an error."""
+    for name in ("linear_logprob", "linear_logprob_backward", "token_logprob", "distill_kl", "distill_kl_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.whetstone, name).default.tags, name
+
+
+def test_a_check_of_targets_sorts_nothing():
+    """token_logprob needs no positions; its forward sorted all tokens and threw the order away."""
+    from kernels import token_logprob
+
+    with Tripwire() as wire:
+        token_logprob(torch.randn(50, 30), torch.randint(0, 30, (50,)))
+    assert wire.reads <= 1
+    with pytest.raises(ValueError, match=r"target\[1\] is 30"):
+        token_logprob(torch.randn(2, 30), torch.tensor([3, 30]))
+
+
+@pytest.mark.parametrize("saved", [0, 1 << 30])
+def test_columns_without_a_gradient_cost_none(saved):
+    """A LoRA'd head is [W, s B] with W frozen: dW of W was a quarter of all products, for nothing."""
+    x, y, upstream = torch.randn(T, D, requires_grad=True), torch.randint(0, 8192, (T,)), torch.randn(T)
+    w = torch.randn(8192, D, requires_grad=True)
+    found = []
+    for frozen in (0, D - 4):
+        x.grad = w.grad = None
+        with Tripwire() as wire:
+            linear_logprob(x, w, y, saved_bytes=saved, frozen_columns=frozen)[0].backward(upstream)
+        found.append((wire.flops, x.grad, w.grad))
+    (all_flops, dx, dw), (flops, dx2, dw2) = found
+    assert all_flops - flops == 2 * T * (D - 4) * 8192
+    torch.testing.assert_close(dx2, dx)
+    torch.testing.assert_close(dw2[:, -4:], dw[:, -4:])
+    assert (dw2[:, :-4] == 0).all()

@@ -6,11 +6,13 @@ import torch
 from helpers import call, make_worker
 from test_datums import turn
 
-from rl.episodes import Trajectory, TrajectoryGroup
-from rl.losses import get_loss
-from rl.methods.base import Models, Progress, divisor, substeps, weighted_by_sequence
-from rl.methods.grpo import GrpoSettings, PolicyGradient, PolicyGradientSettings
-from rl.settings import OptimSettings
+from rl.episodes.episode import Trajectory, TrajectoryGroup
+from rl.losses.losses import get_loss
+from rl.methods.base import Models, Progress
+from rl.methods.grpo import PolicyGradient
+from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings, variant_settings
+from rl.methods.steps import divisor, substeps, weighted_by_sequence
+from rl.settings.tables import OptimSettings
 from rl.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 
@@ -56,6 +58,39 @@ def test_the_logged_policy_loss_by_hand(normalise, expected):
     """At ratio 1 the loss of a token is minus its advantage: 1 on two tokens, -0.5 on four."""
     metrics = learn(Policy(), [datum([1.0] * 2), datum([-0.5] * 4)], normalise=normalise, loss="importance_sampling")
     assert metrics["optim/policy_loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def drifted(policy, ratio, advantage):
+    """A datum whose two actions the policy gives `ratio` times the probability that they were drawn with."""
+    one = datum([advantage] * 2)
+    config = {"temperature": GrpoSettings().sampling.temperature}
+    (output,), _ = call(policy.worker, "forward_backward", 0, [one], get_loss("importance_sampling"), config, 1.0, False)
+    mask = one.loss_fn_inputs["mask"].array != 0
+    logprobs = np.where(mask, output["logprobs"] - np.log(ratio), 0.0).astype(np.float32)
+    return Datum(one.model_input, {**one.loss_fn_inputs, "logprobs": TensorData(logprobs)})
+
+
+# (settings, ratio, advantage, whether a gradient is left): each bound on its way from the settings to the loss
+CLIPS = [
+    (PolicyGradientSettings(), 1.25, 1.0, False),  # 0.8 to 1.2
+    (PolicyGradientSettings(), 1.15, 1.0, True),
+    (PolicyGradientSettings(), 0.75, -1.0, False),
+    (PolicyGradientSettings(clip_low=0.7), 0.75, -1.0, True),
+    (PolicyGradientSettings(clip_high=1.1), 1.15, 1.0, False),
+    (variant_settings("dapo").policy_gradient, 1.25, 1.0, True),  # 1.28 above, 0.8 below
+    (variant_settings("dapo").policy_gradient, 1.3, 1.0, False),
+    (variant_settings("dapo").policy_gradient, 0.75, -1.0, False),
+    (variant_settings("gspo").policy_gradient, 1.001, 1.0, False),  # 1 + 4e-4
+    (variant_settings("cispo").policy_gradient, 4.0, 1.0, True),
+]
+
+
+@pytest.mark.parametrize(("policy_gradient", "ratio", "advantage", "learns"), CLIPS)
+def test_clip_bounds_are_those_of_the_settings(policy_gradient, ratio, advantage, learns):
+    policy = Policy()
+    method = PolicyGradient(GrpoSettings(policy_gradient=policy_gradient, optim=OptimSettings(learning_rate=1e-2)))
+    metrics = method.learn(Models(policy), [drifted(policy, ratio, advantage)], Progress(0, 1))
+    assert (metrics["optim/grad_norm"] > 0) == learns and (metrics["optim/clip_frac"] == 0) == learns
 
 
 # ------------------------------------------------------------------------------------- an episode that makes several datums

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import console, html
-from rl.errors import UserError
+from rl.errors import RunFolderError, UserError
 from rl.jsonl import read_rows, write_atomically
-from rl.logbook import Logbook, RunFolderError, claim
+from rl.report import console, html
+from rl.report.logbook import Logbook, claim
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,13 +104,13 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
 # ----------------------------------------------------------------------------------------------------------- the folder
 
-CONFIG: dict[str, Any] = {"name": "x", "options": {}, "stages": []}
+CONFIG: dict[str, Any] = {"name": "x", "options": {}, "stages": [{"method": "sft", "name": "sft", "settings": {}}]}
 
 
 def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "x"
     assert claim(folder, CONFIG) is None
-    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="--resume continues it, --overwrite deletes it"):
         claim(folder, CONFIG)
     assert claim(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG  # the saved one, untouched

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from rl.loss_terms import KL_KINDS, kl_estimate, value_loss
-from rl.losses import LOSSES, get_loss
+from rl.losses.losses import LOSSES, get_loss
+from rl.losses.terms import KL_KINDS, kl_estimate, value_loss
 
 CU = torch.tensor([0, 3, 3, 8])  # one datum is empty
 MASK = torch.tensor([0.0, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)
@@ -157,6 +157,25 @@ def test_value_loss_against_brute_force():
             if clip is not None:
                 candidates.append(0.5 * (min(max(v, o - clip), o + clip) - r) ** 2)
             assert loss == pytest.approx(max(candidates), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
+    """A mask of other values than 0 and 1 weighs; `drawn_logprobs` come before `logprobs`, which another version may have set."""
+    inputs, logp, config = inputs_of(4), logp_of(4), {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": kind}
+    weights = MASK * torch.tensor([9.0, 0.5, 2.0, 1.0, 9.0, 9.0, 0.25, 3.0], dtype=torch.float64)
+    drawn = logp.detach() - torch.linspace(-1, 1, 8, dtype=torch.float64)
+    entropy = torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs |= {"mask": weights, "drawn_logprobs": drawn}
+    bare = compute("importance_sampling", logp, inputs)[0].item()
+    total = compute("importance_sampling", logp, inputs, config, entropy)[0].item()
+    expected = 0.0
+    for t in torch.nonzero(MASK)[:, 0].tolist():
+        g = (logp[t] - inputs["ref_logprobs"][t]).item()
+        estimate = {"k1": g, "k2": g * g / 2, "k3": math.exp(-g) - 1 + g}[kind]
+        ratio = math.exp((logp[t] - drawn[t]).item())
+        expected += weights[t].item() * (0.2 * ratio * estimate - 0.3 * entropy[t].item())
+    assert total - bare == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from rl.losses import LOSSES, get_loss
+from rl.losses.losses import LOSSES, get_loss
 
 CU = torch.tensor([0, 3, 6])
 RL_LOSSES = ["importance_sampling", "ppo", "cispo"]
@@ -50,6 +50,10 @@ def test_thresholds_from_config_and_per_token():
     assert value("ppo", lp, {"advantages": a, "logprobs": q}, {"clip_high_threshold": 3.0}) == pytest.approx(-9.0)
     per_token = {"advantages": a, "logprobs": q, "clip_high_threshold": torch.tensor([1.0, 2.0, 5.0])}
     assert value("ppo", lp, per_token) == pytest.approx(-(1 + 2 + 4))
+    # the datum's come before the call's
+    assert value("ppo", lp, per_token, {"clip_high_threshold": 1.5}) == pytest.approx(-(1 + 2 + 4))
+    low = {"advantages": -a, "logprobs": -q, "clip_low_threshold": torch.tensor([0.5, 0.3, 0.2])}  # ratio 1/4
+    assert value("ppo", lp, low, {"clip_low_threshold": 0.9}) == pytest.approx(0.5 + 0.3 + 0.25)
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "cross_entropy"])

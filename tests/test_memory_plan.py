@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rl.cli import read
-from rl.memory_plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, micro_batch, plan, sampled_at_once
-from rl.memory_trace import HEAD_BLOCKS, Arithmetic, Skeleton
+from rl.memory.plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, plan
+from rl.memory.step import micro_batch, sampled_at_once
+from rl.memory.trace import HEAD_BLOCKS, Arithmetic, Skeleton
 from rl.methods import METHODS
-from rl.plan import launch_of, needs_of
-from rl.plan_page import _launch_words
-from rl.run_plan import Run
-from rl.settings import RunSettings
+from rl.run.plan_changes import remedies, shown, together
+from rl.run.plan_needs import launch_of, needs_of
+from rl.run.plan_page import _launch_words
+from rl.settings.cli import read
+from rl.settings.run_plan import Run
+from rl.settings.tables import RunSettings
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -137,8 +139,64 @@ def test_bytes_of_each_launch_by_hand():
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
 
 
+def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
+    shape = replace(SHAPE, trainable=100_000, adapters=100_000, matrices=800_000, linears=500_000)
+    one = Launch(cuda=True, bf16=True)
+    weights = {base: items(replace(one, base=base), shape)["weights"][0] for base in ("fp32", "bf16", "4bit")}
+    assert weights["fp32"] == 4e6 and weights["bf16"] == 4e6 - 2 * 8e5
+    # QLoRA's figure: 0.127 bits a parameter for the scales
+    assert weights["4bit"] == pytest.approx(4e6 - 2 * 8e5 - 5e5 * (2 - (4 + 0.127) / 8), rel=1e-5)
+    assert items(Launch(cuda=True, bf16=True, world=4, fsdp=True, base="bf16"), shape)["weights"][0] == weights["bf16"] / 4
+    assert items(Launch(cuda=True, bf16=True, zero=1, base="bf16"), shape)["weights"][0] == 2e6  # all of it
+    assert items(replace(one, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (2 + 8 / 256)
+    paged = plan(shape, Held(), replace(one, optimizer="paged_adamw_8bit"), WORKING)
+    assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
+    assert dict(paged.host)["pages of the optimizer that the GPU has no room for, at most"] == 1e5 * (2 + 8 / 256)
+    reading = dict(plan(SHAPE, Held(), Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3, in_parts=True), WORKING).host)
+    assert reading["loading: every process reads its share, one tensor at a time"] == 8 * 4 * 200_000
+
+
+def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
+    folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
+    one = Launch(cuda=True, bf16=True)
+
+    def weights(*words: str, launch: Launch = one) -> float:
+        plan = needs_of(asked("sft", "--dataset", "addition", "--base-model", folder, "--max-tokens", "8", *words), launch, 16)[0].plan
+        return next(item.train for item in plan.items if item.name == "weights")
+
+    low, high = weights("--lora-rank", "4"), weights("--lora-rank", "4", "--base-dtype", "fp32")
+    assert 0.5 < low / high < 0.55 and weights("--lora-rank", "4", "--base-dtype", "4bit") < 0.8 * low  # the embedding stays in bf16
+    assert weights("--lora-rank", "4", launch=Launch(cuda=False, bf16=False)) == high
+
+
+def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
+    folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
+    words = ["grpo", "--dataset", "addition", "--base-model", folder, "--batch-size", "512", "--group-size", "16", "--max-tokens", "1024",
+             "--max-rows", "8192", "--kv-cache-tokens", str(1 << 23), "--token-budget", "2048", "--lora-rank", "4"]  # fmt: skip
+    launch, run = Launch(cuda=True, bf16=True), asked(*words)
+    whole = max(needs.plan.peak for needs in needs_of(run, launch, 512))
+    cache = next(item.sample for item in needs_of(run, launch, 512)[0].plan.items if item.name == "KV cache")
+    assert cache > 0.7 * whole
+    room = whole - 0.9 * cache  # a quarter of the cache is still too much
+    (named,) = [change for change in shown(remedies(run, launch, 512), room) if change.kind == "kv_cache_tokens"]
+    at = words.index("--kv-cache-tokens") + 1
+    sizes = {(1 << 23) >> i: asked(*words[:at], str((1 << 23) >> i), *words[at + 1 :]) for i in (1, 2, 3, 4, 5)}
+    peaks = {size: max(needs.plan.peak for needs in needs_of(one, launch, 512)) for size, one in sizes.items()}
+    largest = max(size for size, peak in peaks.items() if peak <= room)
+    assert peaks[1 << 21] > room and named.words == f"--kv-cache-tokens {largest}" and named.peak == peaks[largest] <= room
+    changes = [change for change in remedies(run, launch, 512) if change.kind == "kv_cache_tokens"]
+    taken, peak = together(run, launch, 512, changes, room)
+    assert [change.words for change in taken] == [named.words] and peak <= room
+
+
 def asked(*words: str) -> Run:
     return read(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+
+
+def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
+    hybrid = replace(SHAPE, caching=1)
+    launch = Launch(cuda=True, bf16=True)
+    assert items(launch, hybrid)["KV"][0] == items(launch)["KV"][0] / 2
 
 
 def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):

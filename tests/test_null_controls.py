@@ -3,25 +3,27 @@ lower it. Every run is a whole run of the product; only the rewards that reach `
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
+import learning
 import numpy as np
 import pytest
 from test_default_recipe import RECIPE, taught_model
 
-from rl.cli import parse
+from rl.clients.service import ServiceClient
 from rl.data.addition import addition
 from rl.environments import ProblemGroupBuilder
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
-from rl.hosts import make_renderer
+from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
+from rl.episodes.metrics import group_metrics
+from rl.episodes.rollout import rollout
 from rl.methods import METHODS
 from rl.methods.grpo import PolicyGradient
-from rl.metrics import group_metrics
 from rl.rewards import Scorer
-from rl.rollout import rollout
-from rl.run import execute
-from rl.service import ServiceClient
-from rl.settings import RunSettings
+from rl.run.execute import execute
+from rl.run.hosts import make_renderer
+from rl.settings.cli import parse
+from rl.settings.tables import RunSettings
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 STEPS = 40
@@ -37,6 +39,7 @@ def with_rewards(groups: Sequence[TrajectoryGroup], edit: Edit) -> list[Trajecto
     return [dataclasses.replace(g, final_rewards_G=[final + next(change) for final in g.final_rewards_G]) for g in groups]
 
 
+@cache
 def accuracy(model: Path, folder: Path) -> float:
     """Sampled accuracy on all held-out problems, the same random streams for every model."""
     with ServiceClient(output_dir=folder) as service, Scorer("exact_match") as scorer:
@@ -59,9 +62,9 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
     # would hide a small leak.
     words = f"""grpo --base-model {taught} --dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --batch-size 64
         --group-size 8 --advantage mean_std --learning-rate 5e-5 --steps {STEPS} --eval-every 0 --save-every 0 --rollouts-every 0
-        --output-dir {folder / "run"} --quiet""".split()
+        --seed {learning.seed()} --output-dir {folder / "run"} --quiet""".split()
     execute(parse(words, METHODS, RECIPE, options=RunSettings))
-    return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(taught, folder)
+    return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(taught, taught.parent)  # once for all
 
 
 def test_edited_rewards_are_those_that_credit_sees():
@@ -89,8 +92,8 @@ def test_only_true_rewards_raise_accuracy(rewards, tmp_path, tmp_path_factory, m
     rise = gain(taught, tmp_path, monkeypatch, edits[rewards])
     match rewards:
         case "true":
-            assert rise > 0.15, "the setting the controls are compared with must learn"
+            learning.clears("rise of accuracy", rise, above=0.15)  # the setting the controls are compared with must learn
         case "permuted":
-            assert rise <= 0.03
+            learning.clears("rise of accuracy", rise, below=0.03)
         case "negated":
-            assert rise < -0.05
+            learning.clears("rise of accuracy", rise, below=-0.05)

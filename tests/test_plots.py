@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rl import plots
-from rl.logbook import Logbook
+from rl.report import plots
+from rl.report.logbook import Logbook
 
 pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
 REPO = Path(__file__).resolve().parent.parent

@@ -12,14 +12,16 @@ import torch
 from helpers import random_datums
 
 from rl import ServiceClient
-from rl.advantages import token_advantages
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
-from rl.hosts import StageHosts, make_policy
-from rl.kl import AdaptiveKL, gaps, kl_metrics, penalised
+from rl.credit.advantages import token_advantages
+from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
+from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.methods.base import Models, Progress
-from rl.methods.ppo import Ppo, PpoOptions, PpoSettings
-from rl.settings import KlSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, ShapingSettings
-from rl.stage import Stage
+from rl.methods.ppo import Ppo
+from rl.methods.ppo_settings import PpoOptions, PpoSettings
+from rl.run.hosts import StageHosts, make_policy
+from rl.run.stage import Stage
+from rl.seeds import derive_seed
+from rl.settings.tables import KlSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings, ShapingSettings
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, SampledSequence, SamplingParams, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
@@ -275,9 +277,12 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     assert [len(part) for part in first] == [4] * 6 and sorted(sum(first[:3], [])) == sorted(sum(first[3:], [])) == list(range(12))
     assert order(0, 1) == first and first[:3] != first[3:]
     assert order(0, 2) != first and order(1, 1) != first
-    stage = Stage.__new__(Stage)
-    stage.seed, stage.loop = 77, LoopSettings(steps=9)
-    assert stage.progress(3) == Progress(3, 9, 77)
+    with_settings = SimpleNamespace(settings=settings(loop=LoopSettings(steps=9)))
+    stage = Stage(
+        name="ppo", index=2, method=with_settings, models=None, problems=None, test_problems=None, renderer=None, scorer=None,
+        seed=77, first_step=0, done=0, logbook=None, console=None, keeper=None, stop_request=None,
+    )  # fmt: skip
+    assert stage.progress(3) == Progress(3, 9, derive_seed(77, 2))
 
 
 def test_epochs_end_where_the_policy_is_target_kl_away(service):

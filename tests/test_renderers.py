@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.model_info import get_recommended_lora_lr, get_recommended_renderer_name
+from rl.models.info import get_recommended_lora_lr, get_recommended_renderer_name
 from rl.renderers import RENDERER_NAMES, get_renderer
 
 SYSTEM = {"role": "system", "content": "Be brief."}

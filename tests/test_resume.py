@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 # Fits in the middle of a change: a level after three batches, a coefficient and statistics at every one.
 CURRICULUM = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 3"
+REWARDED = f"{CURRICULUM} --reward FOLDER/rewards.py:digits"
 CHANGING = f"{CURRICULUM} --normalise-rewards --kl-target 1e-4 --reward FOLDER/rewards.py:digits"
 MOVING = ("optim/kl_coef", "reward/running_std", "curriculum/level")
 SAMPLED = "--batch-size 8 --max-tokens 4 --eval-every 0 --rollouts-every 0 --reward-workers 1"
@@ -96,6 +97,14 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "rlhf": {"head": Case(f"--reward-model FOLDER/rm --num-substeps 2 {CHANGING}", MOVING, learned_rewards)},
     "sft": {"levels": Case(f"{HELD_OUT} {LEVELS} --reward exact_match", holds=levels), "lora": Case(f"{HELD_OUT} --lora-rank 4")},
+    "online_dpo": {
+        "reference": Case(f"--group-size 3 --num-substeps 2 --normalise-rewards {REWARDED}", ("reward/running_std", "curriculum/level")),
+        "lora, all pairs": Case("--group-size 3 --pairs all --lora-rank 2 --loss ipo --reward FOLDER/rewards.py:digits"),
+    },
+    "best_of_n": {"shaped": Case(f"--group-size 3 --keep 2 --normalise-rewards {REWARDED}", ("reward/running_std", "curriculum/level"))},
+    "kto": {"pairs": Case(HELD_OUT)},
+    "orpo": {"pairs": Case(HELD_OUT)},
+    "simpo": {"pairs": Case(HELD_OUT)},
     "dpo": {
         "precomputed, levels": Case(f"{HELD_OUT} --precompute-reference {LEVELS}", holds=lambda rows: has_moved(rows) and levels(rows)),
         "reference": Case(HELD_OUT, holds=has_moved),
@@ -140,7 +149,7 @@ def test_no_method_is_left_out():
 @pytest.mark.parametrize(("method", "name"), EACH)
 def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, made, tmp_path):
     case = CASES[method][name]
-    samples = SAMPLED if "reward" in case.words and method in ("grpo", "reinforce", "ppo", "rlhf") else ""
+    samples = SAMPLED if "reward" in case.words and method in ("grpo", "reinforce", "ppo", "rlhf", "online_dpo", "best_of_n") else ""
     samples = "--batch-size 8 --max-tokens 4 --eval-every 0" if method in ("offline", "distill") else samples
     words = f"{method} --learning-rate 1e-2 {samples} {case.words}".replace("FOLDER", str(made))
     rows = two_and_two(words, tmp_path)

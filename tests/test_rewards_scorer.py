@@ -272,7 +272,7 @@ def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_killed():
 
 
 def test_a_worker_starts_without_torch_or_transformers():
-    modules = "rl.rewards, rl.rewards.workers, rl.data, rl.renderers, rl.model_info"
+    modules = "rl.rewards, rl.rewards.workers, rl.data, rl.renderers"
     code = f"import sys, {modules}; print('torch' in sys.modules or 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert out.stdout.strip() == "False", out.stderr

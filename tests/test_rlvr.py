@@ -8,12 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import learning
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rl import LoRAConfig, ServiceClient, TrainingConfig, UserError, checkpoint
-from rl.rlvr import PPO, REINFORCE, PPOConfig, REINFORCEConfig, RolloutSampler, TrajectoryBatch, register_reward, resolve_reward
+from rl import LoRAConfig, ServiceClient, TrainingConfig, UserError
+from rl.ranks import checkpoint
+from rl.rlvr import (
+    PPO,
+    REINFORCE,
+    PPOConfig,
+    REINFORCEConfig,
+    RolloutSampler,
+    TrajectoryBatch,
+    register_reward,
+    resolve_reward,
+)
 from rl.types import Datum, ModelInput
 
 REPO = Path(__file__).resolve().parent.parent
@@ -75,7 +86,7 @@ def has_letter_e(prompt: str, response: str, meta=None) -> float:
 )
 def test_a_script_learns(tmp_path, algorithm, updates):
     """From random weights: the share of answers with an e in them goes from a fifth to nearly all."""
-    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+    with ServiceClient(output_dir=tmp_path, seed=learning.seed(1)) as service:
         config = TrainingConfig(model_ref="tiny:ascii", lora_config=LoRAConfig(rank=8, alpha=16))
         client = service.create_training_client(config)
         sampler, reward = RolloutSampler(client, max_new_tokens=12, samples_per_prompt=8), resolve_reward("has_letter_e")
@@ -90,12 +101,13 @@ def test_a_script_learns(tmp_path, algorithm, updates):
             assert np.isfinite([result.policy_loss, result.value_loss, result.entropy, result.kl_divergence, result.grad_norm]).all()
             if best is None or batch.mean_reward > best[0]:
                 best = batch.mean_reward, client.save_state(metadata={"update": update, "reward": batch.mean_reward})
-        assert means[0] < 0.4 and statistics.fmean(means[-4:]) > 0.9, means
+        learning.clears("mean reward at first", means[0], below=0.4)
+        learning.clears("mean reward of the last four updates", statistics.fmean(means[-4:]), above=0.9)
         saved = checkpoint.read_state(best[1].artifact_id)
         assert saved["metadata"]["reward"] == max(means) and saved["version"] >= saved["metadata"]["update"] + 1
         again = service.create_training_client(config, checkpoint_id=best[1].artifact_id)
         shown = RolloutSampler(again, max_new_tokens=12, samples_per_prompt=32).generate_trajectories(prompts)
-        assert statistics.fmean(reward(t.prompt, t.response) for t in shown) > 0.75
+        learning.clears("mean reward of the best, loaded again", statistics.fmean(reward(t.prompt, t.response) for t in shown), above=0.75)
 
 
 REMEMBERS = {

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.datums import trajectory_to_datums
-from rl.episodes import Env, EnvGroupBuilder, StepResult
-from rl.rollout import rollout
+from rl.episodes.datums import trajectory_to_datums
+from rl.episodes.episode import Env, EnvGroupBuilder, StepResult
+from rl.episodes.metrics import group_metrics
+from rl.episodes.rollout import rollout
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
@@ -98,6 +99,27 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
     assert said(twice.groups[0]) == said(alone.groups[0]) != said(twice.groups[1])
 
 
+class Forgetful(Countdown):
+    """Shows the same observation at every turn."""
+
+    def step(self, action: SampledSequence) -> StepResult:
+        result = super().step(action)
+        result.next_observation = self.first
+        return result
+
+
+class Forgetfuls(Countdowns):
+    def make_envs(self):
+        return [Forgetful(self.first, turns, self.limit) for turns in self.turns]
+
+
+def test_each_turn_draws_from_a_stream_of_its_own(sampler):
+    """What is asked is the same at every turn, so that only the streams can make the answers differ."""
+    (group,) = rollout([Forgetfuls(3, [4, 4])], sampler, PARAMS, seed=6).groups
+    answers = [tuple(tokens) for episode in said(group) for tokens in episode]
+    assert len(set(answers)) == len(answers) == 8
+
+
 def test_a_group_reads_its_prompt_once_and_later_turns_one_by_one(sampler):
     counters = rollout([Countdowns(0, [2, 2, 2])], sampler, PARAMS, seed=0).counters
     # three tokens once, then three conversations of 3 + 3 + 1 tokens; every answer has three tokens
@@ -112,3 +134,36 @@ def test_an_episode_without_end_is_an_error(sampler):
 def test_a_group_without_members_is_named(sampler):
     with pytest.raises(ValueError, match="the group of problem 4 .count. has no environments"):
         rollout([Countdowns(4, [])], sampler, PARAMS, seed=0)
+
+
+def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
+    """At every length of context in turn: what came before stays, the others play on, and sample the same."""
+    limit = sampler.info["max_context"]
+    for room in (0, 1, 2, 3):
+        # first observations of such a length that after one turn (3 tokens and a mark) `room` less than is needed is left
+        long = Countdowns(0, [3, 3])
+        long.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + room))
+        found = rollout([long, Countdowns(1, [3, 2])], sampler, PARAMS, seed=2)
+        grown, other = found.groups
+        assert [len(e.transitions) for e in other.trajectories_G] == [3, 2] and not found.errors
+        for episode in grown.trajectories_G:
+            last = episode.transitions[-1]
+            # with no token too many the second turn still fits, and the third does not
+            assert len(episode.transitions) == (2 if room == 0 else 1)
+            assert last.episode_done and last.truncated and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
+            assert episode.final_ob.length + 3 > limit + 1
+        assert group_metrics(found.groups)["env/all/context_overflow"] == 2 / 4
+        # the steps' rewards so far and the group's
+        assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
+        assert said(other) == said(rollout([Countdowns(1, [3, 2])], sampler, PARAMS, seed=2).groups[0])
+
+
+def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
+    limit = sampler.info["max_context"]
+    long = Countdowns(5, [1, 1])
+    long.first = ModelInput.from_ints([3] * (limit - 1))
+    found = rollout([long, Countdowns(1, [1])], sampler, PARAMS, seed=0)
+    assert [g.problem_index for g in found.groups] == [1] and len(found.errors) == 2
+    assert f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of {limit}" in found.errors[0]
+    long.first = ModelInput.from_ints([3] * (limit - 2))  # the last drawn token is never read
+    assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1

@@ -1,5 +1,11 @@
-"""Whole runs through the entry: resuming after kill -9, stopping when asked, folders, errors, no network."""
+"""Whole runs through the entry: resuming after kill -9, stopping when asked, folders, errors, no network.
 
+The undisturbed run and the one without a network are processes of their own; the others are forks of one that has everything imported
+(tests/rank_server.py), which takes a second in place of ten.
+"""
+
+import atexit
+import functools
 import json
 import os
 import signal
@@ -10,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_server import Launch, Ranks
 from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parent.parent
@@ -63,10 +70,25 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-def run(*words: str | Path, cwd: Path, ok: bool = True, **extra: str) -> subprocess.CompletedProcess:
-    done = subprocess.run(command(*words), cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300)
-    assert not ok or done.returncode == 0, done.stderr + done.stdout
-    return done
+@functools.cache
+def server() -> Ranks:
+    ranks = Ranks()
+    atexit.register(ranks.close)
+    return ranks
+
+
+def start(*words: str | Path, cwd: Path, **how: str) -> Launch:
+    """train.py as a process by itself."""
+    return server().start(*words, cwd=cwd, **how)
+
+
+def run(*words: str | Path, cwd: Path, ok: bool = True, **how: str) -> subprocess.CompletedProcess:
+    """The same to its end. What it printed to either stream is both `stdout` and `stderr`."""
+    launch = start(*words, cwd=cwd, **how)
+    (code,) = launch.wait(300)
+    said = launch.output(0)
+    assert not ok or code == 0, said
+    return subprocess.CompletedProcess([], code or 0, said, said)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -90,26 +112,28 @@ def assert_same(resumed: Path, undisturbed: Path, stage: str) -> None:
     assert names[0] == names[1]
 
 
-def kill_when(process: subprocess.Popen, folder: Path, ready, how: int = signal.SIGKILL) -> None:
+def kill_when(process: Launch, folder: Path, ready, how: int = signal.SIGKILL) -> None:
     """Sends a signal once `ready(rows)` holds; fails if the run ends first."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if (folder / "metrics.jsonl").exists():
             text = (folder / "metrics.jsonl").read_text()
             if ready([json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]):
-                process.send_signal(how)
-                process.wait()
+                process.kill(0, how)
+                process.wait(60)
                 return
-        assert process.poll() is None, "the run ended before it could be disturbed"
+        assert not process.poll(), "the run ended before it could be disturbed"
         time.sleep(0.002)
-    process.kill()
+    process.kill(0)
     raise AssertionError("the run never came that far")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    run(write(folder), "--output-dir", "out", cwd=folder)
+    words = command(write(folder), "--output-dir", "out")
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
     return folder / "out"
 
 
@@ -123,9 +147,7 @@ def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
         "second stage late": ("grpo", 6),
     }[where]
     recipe = write(tmp_path)
-    process = subprocess.Popen(
-        command(recipe, "--output-dir", "out"), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start(recipe, "--output-dir", "out", cwd=tmp_path)
     kill_when(process, tmp_path / "out", lambda seen: any(r["stage"] == stage and r.get("progress/batch", -1) >= batch for r in seen))
     assert not (tmp_path / "out" / "checkpoints" / "grpo-final").exists()
     done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
@@ -143,12 +165,10 @@ def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, meth
     recipe = write(tmp_path, method, extra)
     name = "sft-2" if method == "sft" else method
     run(recipe, "--output-dir", "whole", cwd=tmp_path)
-    process = subprocess.Popen(
-        command(recipe, "--output-dir", "out"), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start(recipe, "--output-dir", "out", cwd=tmp_path)
     ready = lambda seen: any(r["stage"] == name and r.get("progress/batch", -1) >= 3 for r in seen)  # noqa: E731
     kill_when(process, tmp_path / "out", ready, signal.SIGTERM)
-    assert process.returncode == 75  # "run me again"
+    assert process.codes == [75]  # "run me again"
     run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
     whole, resumed = tmp_path / "whole", tmp_path / "out"
     assert rows(resumed) == rows(whole)
@@ -165,7 +185,7 @@ def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(un
 import os, signal, sys
 sys.argv = ["train.py", {str(recipe)!r}, "--output-dir", "out"]
 sys.path.insert(0, {str(REPO)!r})
-from rl import stage
+from rl.run import stage
 original = stage.Stage._log
 def log(self, done, metrics):
     original(self, done, metrics)
@@ -175,7 +195,8 @@ stage.Stage._log = log
 import runpy
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    (tmp_path / "script.py").write_text(code)
+    done = run(cwd=tmp_path, ok=False, script=str(tmp_path / "script.py"))
     assert done.returncode == 75, done.stderr
     run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
     assert rows(tmp_path / "out") == rows(undisturbed)
@@ -202,9 +223,7 @@ def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
 @pytest.mark.slow
 def test_resume_falls_back_to_an_older_checkpoint_and_says_so(undisturbed, tmp_path):
     recipe = write(tmp_path)
-    process = subprocess.Popen(
-        command(recipe, "--output-dir", "out"), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start(recipe, "--output-dir", "out", cwd=tmp_path)
     kill_when(process, tmp_path / "out", lambda seen: any(r["stage"] == "grpo" and r.get("progress/batch", -1) >= 6 for r in seen))
     newest = max((tmp_path / "out" / "checkpoints").glob("grpo-*"))
     file = newest / "model" / "model.safetensors"
@@ -282,6 +301,11 @@ def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the
     assert any(row.get("reward/failed", 0) > 0 for row in rows(tmp_path / "some"))
     (tmp_path / "tests_rewards.py").write_text("def digits(prompt, response, meta):\n    return float('nan')\n")
     done = run(recipe, "--output-dir", "all", cwd=tmp_path, ok=False)
+    flat = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "returned nan" in flat and "1 problem: nothing was started" in flat  # tried on the data's own answers
+    only_right = "def digits(prompt, response, meta):\n    return 1.0 if response == meta['answer'] else 1 / 0\n"
+    (tmp_path / "tests_rewards.py").write_text(only_right)
+    done = run(recipe, "--output-dir", "most", "--temperature", "50", "--max-tokens", "8", cwd=tmp_path, ok=False)
     assert done.returncode == 2 and "failed on every sample" in " ".join(done.stderr.replace("│", " ").split())
     assert "1 problem: the run stopped" in done.stderr
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -238,6 +240,18 @@ def test_every_parameter_has_its_place_in_the_fast_decoder():
     decoder = make_decoder(model, kind="fast")
     for name, parameter in model.named_parameters():
         assert torch.equal(decoder.weights.view(name), parameter)
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_a_shell_takes_its_weights_before_it_is_tried_out(kind):
+    """A model whose own parameters mean nothing (they are shared out over ranks) with all its weights given beside it."""
+    model = tiny_model("qwen3")
+    shell = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in shell.parameters():
+            parameter.fill_(float("nan"))
+    decoder = make_decoder(shell, kind=kind, weights=((name, p.detach()) for name, p in model.named_parameters()))
+    check_against_model(decoder, model)
 
 
 # ------------------------------------------------------------------------------------------------------ adapters

@@ -340,10 +340,10 @@ def test_prompt_logprobs_and_score(kind):
 
 
 def test_long_prompts_are_shown_to_the_reader_in_slices(monkeypatch):
-    from rl.sampler import decoder_fast
+    from rl.sampler import forward_fast
 
     decoder = make_decoder(tiny_model("qwen3"))
     prompts = random_prompts([40])
     whole = score(decoder, prompts)
-    monkeypatch.setattr(decoder_fast, "_LOGITS_AT_ONCE", 7 * VOCAB)
+    monkeypatch.setattr(forward_fast, "_LOGITS_AT_ONCE", 7 * VOCAB)
     assert np.allclose(score(decoder, prompts)[0][1:], whole[0][1:], atol=1e-5)

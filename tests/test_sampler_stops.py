@@ -33,6 +33,14 @@ def test_table_looks_up_rows_of_tokens_and_shares_equal_conditions():
     assert table.table[np.array([first, first, first, none]), tokens].tolist() == [True, True, False, False]
 
 
+def test_every_id_of_the_vocabulary_can_stop():
+    """The first and the last too, of the model's and of the caller's; what is no id of the vocabulary stops nothing."""
+    table = StopTable(6)
+    for token in range(6):
+        for row in (table.row(stop_condition([token], ())), table.row(stop_condition(None, (token, 6, 99)))):
+            assert np.flatnonzero(table.table[row]).tolist() == [token]
+
+
 def first_hit_by_full_decoding(tokenizer, strings, tokens) -> int | None:
     """Number of tokens after which the whole decoded text holds a stop string."""
     for n in range(1, len(tokens) + 1):

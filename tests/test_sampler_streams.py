@@ -36,6 +36,14 @@ def test_every_coordinate_changes_the_number_and_batches_do_not():
     assert len(np.unique(many)) == many.size
 
 
+def test_every_bit_of_seed_and_problem_counts():
+    """Seeds and streams of a repeated problem are numbers of 63 bits."""
+    bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
+    by_seed = uniforms(bits, np.uint64(7), np.uint64(2), np.uint64(11))
+    by_problem = uniforms(np.uint64(5), bits, np.uint64(2), np.uint64(11))
+    assert len(np.unique(np.concatenate([by_seed, by_problem]))) == 128
+
+
 def test_uniform_moments_and_range():
     u = uniforms(np.uint64(1), np.arange(200, dtype=np.uint64)[:, None], np.uint64(0), np.arange(1000, dtype=np.uint64))
     assert u.min() >= 0 and u.max() < 1

@@ -7,19 +7,22 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from rl import cli
 from rl.errors import UserError
-from rl.evaluation import pass_at_k, pass_figures
 from rl.methods import METHODS
-from rl.reopen import open_weights
-from rl.run_plan import resolved
-from rl.settings import RunSettings
+from rl.run.evaluation import pass_at_k, pass_figures
+from rl.run.reopen import open_weights
+from rl.run.trust import check_trusted
+from rl.settings import cli
+from rl.settings.run_plan import resolved
+from rl.settings.tables import RunSettings
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = """
@@ -83,7 +86,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 
 def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
     figures = pass_figures([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
-    assert figures == pytest.approx({"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5})
+    means = {"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5}
+    # of two values, the standard error of their mean is half of what they differ by
+    errors = {"standard error of pass@1": 1 / 6, "standard error of pass@2": 1 / 3, "standard error of pass@3": 1 / 2}
+    assert figures == pytest.approx({**means, **errors})
+    assert pass_figures([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}  # of one problem nothing is known of others
     assert pass_figures([[1.0]], 2) == {}
 
 
@@ -142,6 +149,47 @@ def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
     assert open_weights("tiny:addition").path is None and open_weights("owner/model").name == "owner/model"
 
 
+def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there, here / "package"):
+        folder.mkdir()
+        (folder / "mine.py").write_text("raise SystemExit('imported')\n")
+    (here / "package" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    os.symlink(there / "mine.py", here / "linked.py")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(here), *sys.path])
+    for address in ("mine.py:f", "./mine.py:f", "mine:f", "package.mine:f", str(here / "mine.py") + ":f", "package:f"):
+        said = check_trusted([address], "the config of run", False)
+        assert address in said[0] and "mine.py" in said[0] or "__init__.py" in said[0]
+    for address in ("../there/mine.py:f", str(there / "mine.py") + ":f", "linked.py:f", "json:loads", "subprocess:getoutput"):
+        with pytest.raises(UserError, match="--trust-run"):
+            check_trusted([address], "the config of run", False)
+        assert address in check_trusted([address], "the config of run", True)[0]
+    for address in ("nowhere:f", "posix:system"):  # none there, none that is a file
+        with pytest.raises(UserError, match="--reward"):
+            check_trusted([address], "the config of run", True)
+
+
+@pytest.mark.slow
+def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(run: Path, tmp_path: Path):
+    stolen, work = tmp_path / "stolen", tmp_path / "work"
+    shutil.copytree(run, stolen)
+    work.mkdir()
+    (tmp_path / "evil.py").write_text("import pathlib; pathlib.Path('touched').touch()\ndef f(prompt, response, meta):\n    return 1.0\n")
+    config = json.loads((stolen / "config.json").read_text())
+    for stage in config["stages"]:
+        stage["settings"]["reward"] = f"{tmp_path / 'evil.py'}:f"
+    (stolen / "config.json").write_text(json.dumps(config))
+    done = script("evaluate.py", stolen, "--limit", 2, cwd=work)
+    assert done.returncode == 2 and "--trust-run" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert list(work.iterdir()) == []
+    assert script("evaluate.py", stolen, "--limit", 2, "--reward", "exact_match", cwd=work).returncode == 0
+    assert list(work.iterdir()) == []
+    done = script("evaluate.py", stolen, "--limit", 2, "--trust-run", cwd=work)
+    assert done.returncode == 0 and f"importing {(tmp_path / 'evil.py').resolve()}" in done.stdout
+    assert (work / "touched").exists()
+
+
 @pytest.mark.slow
 def test_mistakes_end_in_one_box(tmp_path: Path):
     for name, words, message in (
@@ -175,7 +223,8 @@ def test_evaluate_gives_the_figures_of_the_runs_own_evaluation(run: Path):
 @pytest.mark.slow
 def test_evaluate_counts_what_it_wrote(run: Path):
     words = ["--samples", 5, "--limit", 20, "--temperature", 1, "--seed", 3, "--output", run.parent / "several.json"]
-    assert script("evaluate.py", run, *words, cwd=run.parent).returncode == 0
+    done = script("evaluate.py", run, *words, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
     found = json.loads((run.parent / "several.json").read_text())
     problems = [json.loads(line) for line in (run.parent / "data" / "test.jsonl").read_text().splitlines()][:20]
     right_P: dict[int, list[bool]] = {i: [] for i in range(20)}
@@ -191,7 +240,10 @@ def test_evaluate_counts_what_it_wrote(run: Path):
     assert found["standard error of correct"] == pytest.approx((sum((s - average) ** 2 for s in shares) / 19 / 20) ** 0.5)
     for k in (1, 2, 4, 5):
         chances = [[any(subset) for subset in itertools.combinations(right, k)] for right in right_P.values()]
-        assert found[f"pass@{k}"] == pytest.approx(sum(sum(c) / len(c) for c in chances) / 20)
+        each = [sum(c) / len(c) for c in chances]
+        assert found[f"pass@{k}"] == pytest.approx(sum(each) / 20)
+        assert found[f"standard error of pass@{k}"] == pytest.approx(np.std(each, ddof=1) / 20**0.5)
+        assert f"{found[f'pass@{k}']:.4f} \u00b1 {found[f'standard error of pass@{k}']:.4f}" in done.stdout
 
 
 def reference(folder: Path):

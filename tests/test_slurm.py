@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
-from rl.logbook import RunFolderError, check_claim, claim
-from rl.settings import RunSettings
+from rl.errors import RunFolderError
+from rl.report.logbook import check_claim, claim
+from rl.settings.tables import RunSettings
 
 REPO = Path(__file__).resolve().parent.parent
 BATCH = ["one_node.sbatch", "many_nodes.sbatch"]
@@ -154,6 +155,8 @@ def test_logs_are_no_run_and_survive_one(tmp_path):
     (tmp_path / "config.json.tmp").write_text('{"na')
     check_claim(tmp_path)
     claim(tmp_path, {"name": "x", "stages": []})
+    check_claim(tmp_path)  # which never took a step
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="holds a run"):
         check_claim(tmp_path)
     (tmp_path / "rollouts").mkdir()

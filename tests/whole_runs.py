@@ -3,22 +3,25 @@
 import json
 from pathlib import Path
 
+import learning
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl import run, stage
-from rl.cli import parse
 from rl.methods import METHODS
-from rl.run import execute
-from rl.settings import RunSettings
+from rl.run import execute as run
+from rl.run import stage
+from rl.run.execute import execute
+from rl.settings.cli import parse
+from rl.settings.tables import RunSettings
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 
 
 def train(words: str, folder: Path) -> list[dict]:
     """What `train.py WORDS` does; its metrics, without what depends on the clock."""
-    execute(parse([*words.split(), "--output-dir", str(folder), "--quiet"], METHODS, RECIPE, options=RunSettings))
+    others = ["--seed", str(learning.seed())] if learning.seed() and "--seed" not in words else []
+    execute(parse([*words.split(), *others, "--output-dir", str(folder), "--quiet"], METHODS, RECIPE, options=RunSettings))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 

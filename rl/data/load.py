@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from rl.data.addition import addition
-from rl.data.formats import GSM8K, Alpaca, Columns, Messages, Preferences, RowFormat
+from rl.data.catalogue import CATALOGUE, GENERATED_REWARDS, known
+from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench, looks_like
+from rl.data.countdown import countdown
+from rl.data.folders import find_files, read_file
+from rl.data.formats import Alpaca, Columns, Messages, Preferences, RowFormat, ShareGPT, Text, Unpaired, is_chat
+from rl.data.images import RowImages
+from rl.data.math_formats import GSM8K, MATH
+from rl.data.oneliners import oneliners
 from rl.data.problem_set import ProblemSet
-from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, OnBadRow, Row, find_file, read_file, read_hub
+from rl.data.prompts import Dress
+from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, OnBadRow, Row, read_hub
+from rl.data.shapes import shapes
+from rl.data.streamed import Streamed
+from rl.data.tables import open_table
 from rl.errors import UserError
+from rl.settings import DataFormat
 from rl.types import Problem
 
-Format = Literal["auto", "columns", "messages", "alpaca", "gsm8k", "preferences"]
-FORMATS = ("auto", "columns", "messages", "alpaca", "gsm8k", "preferences")
-GENERATED = ("addition",)
+FORMATS = get_args(DataFormat)
+GENERATED = {"addition": addition, "countdown": countdown, "oneliners": oneliners, "shapes": shapes}
+_PUBLISHED: dict[str, Callable[[], RowFormat]] = {
+    "gsm8k": GSM8K,
+    "math": MATH,
+    "mbpp": MBPP,
+    "humaneval": HumanEval,
+    "apps": APPS,
+    "livecodebench": LiveCodeBench,
+}
 
 
 def load_problems(
     source: str | Path,
     *,
     split: str = "train",
-    format: Format = "auto",
+    format: DataFormat = "auto",
     prompt_column: str = "prompt",
     response_column: str | None = None,
     answer_column: str | None = "answer",
@@ -35,39 +55,102 @@ def load_problems(
     system_prompt: str | None = None,
     tag: str | None = None,
     on_bad_row: OnBadRow = "error",
+    prompt_template: str | None = None,
+    prompt_suffix: str | None = None,
+    stream: bool = False,
+    image_column: str | None = None,
 ) -> ProblemSet:
     """Problems from a source.
 
-    source: "addition" or "addition:noise=0.7" (generated); a .jsonl or .json file (.gz too); a folder with <split>.jsonl or
-        <split>.json; else a hub name, with `config` if the data set has several ("openai/gsm8k" takes "main" by itself).
-    format: "columns" (prompt, response and answer in the named columns; a prompt may be text or a list of messages),
-        "messages" (a chat; a last message of the assistant is the response), "alpaca" (instruction, input, output),
-        "gsm8k" (question, answer ending in "#### N"), "preferences" (two answers to a prompt, see rl.data.formats.Preferences).
-        "auto": by the columns of the first good row.
+    source: "addition" or "addition:noise=0.7" (generated; so are "countdown", "oneliners" and "shapes"); a file (.jsonl, .json, .csv,
+        .tsv, .gz of these, .parquet, .arrow); a folder (rl.data.folders.find_files); a name of rl.data.catalogue ("mbpp"); else a hub name,
+        with `config` if the data set has several. Of a file whose rows tell their split (MBPP's task_id) those of `split` are read.
+    format: "columns" (prompt, response and answer in the named columns; a prompt may be text or a list of messages), "text" (learnt
+        as it stands), "messages" and "sharegpt" (a chat; a last message of the assistant is the response), "alpaca" (instruction,
+        input, output), "gsm8k" (question, answer ending in "#### N"), "math" (problem, solution or answer), "preferences" (two answers
+        to a prompt, see rl.data.formats.Preferences), "unpaired" (an answer and whether it is good); programs to write: "mbpp",
+        "humaneval", "apps", "livecodebench" (rl.data.code_formats). "auto": by the columns of the first good row.
     answer_column: reaches the reward as meta["answer"]. The default one may be absent, a column named by you may not; None: no
         answer. All other columns reach it under their own names.
-    limit: the first that many rows. system_prompt: the first message of problems that have no system message of their own.
-    tag: the name in metrics; default the source's.
+    limit: the first that many rows. system_prompt: the first message where there is none. tag: the name in metrics; default the source's.
     on_bad_row: "error" names the bad rows (bad JSON, missing column, wrong type, empty prompt) by file and line; "skip" logs
         them and goes on.
+    prompt_template, prompt_suffix: see rl.data.prompts.Dress. image_column: see rl.data.images.RowImages.
+    stream: rows are read when they are asked for (rl.data.streamed).
     """
+    _check_options(format, on_bad_row, limit)
+    name, _, options = str(source).partition(":")
+    if name in GENERATED:
+        generated = GENERATED[name](split, _options(options), tag=tag or name, system_prompt=system_prompt)
+        generated = generated if limit is None else generated.first(limit)
+        dress = Dress(None, prompt_template, prompt_suffix, answer_column)
+        return generated.with_rows({i: dress.problem(p) for i, p in enumerate(generated)}) if dress.changes else generated
+    named = dict(prompt_column=prompt_column, response_column=response_column, answer_column=answer_column)
+    named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
+    dress = Dress(system_prompt, prompt_template, prompt_suffix, answer_column)
+    if stream:
+        found = _streamed(str(source), split, config, (format, named, dress, tag, on_bad_row), image_column)
+        return found if limit is None else found.first(limit)
+    rows, label = _rows(str(source), split, config)
+    images = RowImages(image_column)
+    wanted = split if Path(source).expanduser().is_file() else None  # of rows that tell theirs; elsewhere it is chosen already
+    problems = _problems(rows, format, named, limit, dress, tag or label, BadRows(on_bad_row), wanted, images)
+    if not problems:
+        raise UserError(f"{source} (split {split!r}) holds no row")
+    return ProblemSet(problems, name=f"{label}/{split}")
+
+
+def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
     if format not in FORMATS:
         raise UserError(f"format is one of {', '.join(FORMATS)}; got {format!r}")
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"on_bad_row is 'error' or 'skip', got {on_bad_row!r}")
     if limit is not None and limit < 1:
         raise UserError(f"limit is at least 1 (None: all rows), got {limit}")
-    name, _, options = str(source).partition(":")
-    if name in GENERATED:
-        generated = addition(split, _options(options), tag=tag or name, system_prompt=system_prompt)
-        return generated if limit is None else generated.first(limit)
-    rows, label = _rows(str(source), split, config)
-    named = dict(prompt_column=prompt_column, response_column=response_column, answer_column=answer_column)
-    named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
-    problems = _problems(rows, format, named, limit, system_prompt, tag or label, BadRows(on_bad_row))
-    if not problems:
+
+
+def _streamed(source: str, split: str, config: str | None, how: tuple[Any, ...], image_column: str | None) -> Streamed:
+    """Rows that are read when they are asked for. `how`: format, columns, dress, tag, what becomes of bad rows."""
+    format, named, dress, tag, on_bad_row = how
+    paths, label = _paths(source, split, config)
+    table = open_table(paths)
+    if not len(table):
         raise UserError(f"{source} (split {split!r}) holds no row")
-    return ProblemSet(problems, name=f"{label}/{split}")
+    reader = _row_format(format, _first_columns(table.row(0)), named)
+    images = RowImages(image_column, paths[0].parent)
+    return Streamed(table, reader, dress, tag or label, images=images, name=f"{label}/{split}", on_bad_row=on_bad_row)
+
+
+def _first_columns(row: Row) -> Mapping[str, Any]:
+    if isinstance(row.columns, BadRow):
+        raise UserError(f"{row.place}: {row.columns}; the first row of a stream tells what shape the others have")
+    return row.columns
+
+
+def tells_splits(source: str | Path, *, format: DataFormat = "auto", **named: str | None) -> bool:
+    """Whether this is a file whose first good row tells the published split that it is of. `named`: its columns, by `load_problems`."""
+    if not Path(source).expanduser().is_file():
+        return False
+    columns = {"prompt_column": "prompt", "response_column": None, "answer_column": "answer", "chosen_column": "chosen"}
+    columns |= {"rejected_column": "rejected", **{key: value for key, value in named.items() if key.endswith("_column")}}
+    first = _first(str(source))
+    return first is not None and _row_format(format, first, columns).split_of(first) is not None
+
+
+def scored_by(source: str) -> str | None:
+    """The reward that scores a data set of a short name (or its hub name), a generated one, or a file of programs to write; else None."""
+    if (name := source.partition(":")[0]) in GENERATED_REWARDS:
+        return GENERATED_REWARDS[name]
+    if Path(source).expanduser().is_file():
+        first = _first(source)
+        return "code_tests" if first is not None and looks_like(first) is not None else None
+    found = None if Path(source).expanduser().exists() else known(source)
+    return None if found is None else found.reward
+
+
+def _first(source: str) -> Mapping[str, Any] | None:
+    """The columns of a file's first good row."""
+    return next((row.columns for row in _rows(source, "train", None)[0] if not isinstance(row.columns, BadRow)), None)
 
 
 def _options(text: str) -> dict[str, str]:
@@ -77,38 +160,64 @@ def _options(text: str) -> dict[str, str]:
 
 def _rows(source: str, split: str, config: str | None) -> tuple[Iterator[Row], str]:
     """The rows of a path or hub name, and the name to call them by."""
+    if not _is_there(source):
+        label = source.rpartition("/")[2]
+        if (there := known(source)) is not None:
+            return read_hub(there.hub, there.config if config is None else config, there.split(source, split)), label
+        return read_hub(source, config, split), label
+    paths, label = _paths(source, split, config)
+    return (replace(row, folder=path.parent) for path in paths for row in read_file(path)), label
+
+
+def _paths(source: str, split: str, config: str | None) -> tuple[list[Path], str]:
+    """The files of a path, and the name to call them by. UserError where it is none."""
     path = Path(source).expanduser()
     if path.is_dir():
-        path = find_file(path, split)
-        return read_file(path), path.parent.resolve().name
-    if path.is_file():
-        if not path.name.endswith(FILE_SUFFIXES):
-            raise UserError(f"data file {path} has none of the suffixes {', '.join(FILE_SUFFIXES)}")
-        return read_file(path), path.name.split(".")[0]
+        return find_files(path, split, config), path.resolve().name
+    if not path.is_file():
+        raise UserError(f"{source} is no file or folder, and no other data can be read row by row: leave out stream")
+    if not path.name.endswith(FILE_SUFFIXES):
+        raise UserError(f"data file {path} has none of the suffixes {', '.join(FILE_SUFFIXES)}")
+    return [path], path.name.split(".")[0]
+
+
+def _is_there(source: str) -> bool:
+    """Whether a source is a file or folder; UserError for what looks like one, or like a generated set, and is none."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return True
     looks_like_path = source.startswith((os.sep, "./", "../", "~")) or source.endswith(FILE_SUFFIXES) or source.count("/") > 1
     if looks_like_path:
         raise UserError(f"data file or folder {source} does not exist (seen from {Path.cwd()})")
-    near = difflib.get_close_matches(source.partition(":")[0], GENERATED, n=1, cutoff=0.75)
-    if near:
+    if known(source) is not None:
+        return False
+    near = difflib.get_close_matches(source.partition(":")[0], [*GENERATED, *CATALOGUE], n=1, cutoff=0.75)
+    if near and "/" not in source:
         raise UserError(f"no data source is named {source!r}: did you mean {near[0]!r}?")
-    if config is None and source in ("openai/gsm8k", "gsm8k"):
-        source, config = "openai/gsm8k", "main"
-    return read_hub(source, config, split), source.rpartition("/")[2]
+    return False
 
 
 def _format_of(columns: Mapping[str, Any], named: Mapping[str, str | None]) -> str:
     """Which format a row has, by its columns; columns that were named are what is wanted, there or not."""
-    if named["prompt_column"] != "prompt" or named["response_column"] is not None or "prompt" in columns:
+    if named["prompt_column"] != "prompt" or named["response_column"] is not None:
+        return "columns"
+    if (program := looks_like(columns)) is not None:
+        return program
+    if "prompt" in columns:
         return "columns"
     if "messages" in columns:
         return "messages"
-    if "instruction" in columns and "output" in columns:
+    if "conversations" in columns or isinstance(columns.get("conversation"), list):
+        return "sharegpt"
+    if "instruction" in columns and ("output" in columns or "instances" in columns):
         return "alpaca"
     if "question" in columns and "####" in str(columns.get("answer")):
         return "gsm8k"
     if named["chosen_column"] in columns and named["rejected_column"] in columns:
         return "preferences"
-    return "columns"
+    if "problem" in columns and ("solution" in columns or "answer" in columns):
+        return "math"
+    return "text" if "text" in columns else "columns"
 
 
 def _row_format(format: str, columns: Mapping[str, Any], named: Mapping[str, str | None]) -> RowFormat:
@@ -118,12 +227,15 @@ def _row_format(format: str, columns: Mapping[str, Any], named: Mapping[str, str
     answer = named["answer_column"]
     if answer == "answer" and "answer" not in columns:
         answer = None  # the default column may be absent
-    if format == "messages":
-        return Messages(answer)
+    by_answer: dict[str, Any] = {"messages": Messages, "sharegpt": ShareGPT, "text": Text}
+    if format in by_answer:
+        return by_answer[format](answer)
+    if format == "unpaired":
+        return Unpaired(str(named["prompt_column"]), named["response_column"], answer)
     if format == "alpaca":
         return Alpaca(answer)
-    if format == "gsm8k":
-        return GSM8K()
+    if format in _PUBLISHED:
+        return _PUBLISHED[format]()
     if format == "preferences":
         return Preferences(str(named["prompt_column"]), str(named["chosen_column"]), str(named["rejected_column"]), answer)
     return Columns(str(named["prompt_column"]), named["response_column"], answer)
@@ -134,11 +246,13 @@ def _problems(
     format: str,
     named: Mapping[str, str | None],
     limit: int | None,
-    system_prompt: str | None,
+    dress: Dress,
     tag: str,
     bad: BadRows,
+    split: str | None,
+    images: RowImages,
 ) -> list[Problem]:
-    """Read rows into problems; raises, or logs, for the bad ones at the end."""
+    """Read rows into problems; raises, or logs, for the bad ones at the end. `split`: rows that tell theirs are of this one."""
     problems: list[Problem] = []
     reader: RowFormat | None = None
     for row in rows:
@@ -148,12 +262,18 @@ def _problems(
             if isinstance(row.columns, BadRow):
                 raise row.columns
             reader = reader or _row_format(format, row.columns, named)
-            messages, meta, response, rejected = reader.read(row.columns)
+            if split is not None and reader.split_of(row.columns) not in (None, split):
+                continue
+            reads = reader.read_all(row.columns)
+            images.folder, shown = row.folder, images.of_the_column(row.columns)
+            asked_all = [images(dress(read.messages, row.columns), row.columns) for read in reads]
         except BadRow as error:
             bad.add(row.place, error)
             continue
-        if system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system_prompt}, *messages]
-        problems.append(Problem(tuple(messages), meta, response, tag, len(problems), rejected))
+        for number, (asked, (_, meta, response, rejected)) in enumerate(zip(asked_all, reads, strict=True), start=1):
+            place = row.place if len(reads) == 1 else f"{row.place}, instance {number}"
+            chat = is_chat(row.columns, named["prompt_column"])
+            meta = {key: value for key, value in meta.items() if key not in shown} if shown else meta
+            problems.append(Problem(asked, meta, response, tag, len(problems), rejected, place=place, chat=chat))
     bad.settle(len(problems), named)
-    return problems
+    return problems if limit is None else problems[:limit]

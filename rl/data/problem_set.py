@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import overload
 
@@ -22,11 +22,13 @@ class ProblemSet(Sequence[Problem]):
     give that of epoch 0.
     """
 
+    is_lazy = False  # whether rows are read when they are asked for
+
     def __init__(self, problems: Sequence[Problem], *, name: str = "problems", variant: Variant | None = None):
-        if not problems:
+        if not len(problems):
             raise ValueError(f"data set {name!r} holds no problem; at least one is needed")
         self.name = name
-        self._problems = list(problems)
+        self._problems: Sequence[Problem] = problems if self.is_lazy else list(problems)
         self._variant = variant
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
@@ -53,6 +55,11 @@ class ProblemSet(Sequence[Problem]):
         problem = self._problems[index]
         return self._variant(problem, epoch) if self._variant is not None else problem
 
+    @property
+    def tags(self) -> list[str]:
+        """The names of the data sets that its problems are from."""
+        return sorted({problem.tag for problem in self._problems})
+
     def first(self, count: int) -> ProblemSet:
         """The first `count` problems (all, if there are fewer), with the same variants."""
         return ProblemSet(self._problems[:count], name=self.name, variant=self._variant)
@@ -60,6 +67,14 @@ class ProblemSet(Sequence[Problem]):
     def subset(self, indices: Sequence[int]) -> ProblemSet:
         """The problems at these places, with the same variants."""
         return ProblemSet([self._problems[i] for i in indices], name=self.name, variant=self._variant)
+
+    def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
+        """The same with other problems at some places."""
+        return ProblemSet([rows.get(i, p) for i, p in enumerate(self._problems)], name=self.name, variant=self._variant)
+
+    def checked(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
+        """Of rows that are read when they are asked for: the same, each put through `check` then."""
+        raise NotImplementedError(f"the rows of {self.name} are all there: rl.data.good_rows checks them")
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         """The problems of step `step` (from 0): positions step * batch_size and on of the chained epochs.
@@ -96,7 +111,10 @@ def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
 
     def variant(problem: Problem, epoch: int) -> Problem:
         part = bisect_right(firsts, problem.index) - 1
+        if sets[part]._variant is None:
+            return problem
         return dataclasses.replace(sets[part].at(problem.index - firsts[part], epoch), index=problem.index)
 
     problems = [dataclasses.replace(problem, index=i) for i, problem in enumerate(p for part in sets for p in part)]
-    return ProblemSet(problems, name=" + ".join(part.name for part in sets), variant=variant)
+    any_variant = any(part._variant is not None for part in sets)
+    return ProblemSet(problems, name=" + ".join(part.name for part in sets), variant=variant if any_variant else None)

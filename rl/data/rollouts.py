@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rl.data.folders import read_file
+from rl.data.formats import read_messages
 from rl.data.problem_set import ProblemSet
-from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, NoColumn, OnBadRow, read_file
+from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, NoColumn, OnBadRow
 from rl.errors import UserError
+from rl.images import has_images
 from rl.types import Message, Problem, StoredAnswer
 
 # Where a column is not named, the first of these that a row has.
@@ -33,6 +36,7 @@ class _Group:
     messages: list[Message]
     meta: dict[str, Any]
     answers: list[StoredAnswer] = field(default_factory=list)
+    place: str = ""
 
 
 def load_rollouts(
@@ -61,6 +65,8 @@ def load_rollouts(
             try:
                 if isinstance(row.columns, BadRow):
                     raise row.columns
+                if row.columns.get("image_count") or any(isinstance(one, list) and has_images(one) for one in row.columns.values()):
+                    raise BadRow("it was asked with images, and stored answers are trained on without: use sft or dpo for such rows")
                 if "response_tokens" in row.columns:
                     key, group = _drawn(row.columns, row.place)
                     key = (path.name, *key)
@@ -70,14 +76,14 @@ def load_rollouts(
                 bad.add(row.place, error)
                 continue
             good += 1
-            groups.setdefault(key, _Group(group.messages, group.meta)).answers.extend(group.answers)
+            groups.setdefault(key, _Group(group.messages, group.meta, [], group.place)).answers.extend(group.answers)
     bad.settle(good, {"prompt_column": prompt_column, "response_column": response_column, "reward_column": reward_column})
     if not groups:
         raise UserError(f"{source} holds no stored answer")
     system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     name = Path(source).name.split(".")[0]
     problems = [
-        Problem((*system, *group.messages), group.meta, tag=name, index=i, answers=tuple(group.answers))
+        Problem((*system, *group.messages), group.meta, tag=name, index=i, answers=tuple(group.answers), place=group.place)
         for i, group in enumerate(list(groups.values())[:limit])
     ]
     return ProblemSet(problems, name=str(source))
@@ -121,33 +127,58 @@ def _files(path: Path, steps: range | None) -> list[Path]:
 
 
 def _step(file: Path) -> int:
-    """The step in the name of a file that a run wrote (step_000010.jsonl); -1 of any other."""
-    digits = file.name.removeprefix("step_").partition(".")[0]
-    return int(digits) if digits.isdigit() else -1
+    """The step in the name of a file that a run wrote (step_000010.jsonl, step_000010_grpo.jsonl); -1 of any other."""
+    digits = file.name.removeprefix("step_").partition(".")[0].partition("_")[0]
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _drawn(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _Group]:
     """(which group of its file, the answer) of a row that a run wrote."""
-    tokens, prompt, logprobs = (columns.get(name) for name in ("response_tokens", "prompt_tokens", "logprobs"))
-    for name, value in (("response_tokens", tokens), ("prompt_tokens", prompt)):
-        if not isinstance(value, list) or not value or not all(isinstance(t, int) and t >= 0 for t in value):
-            raise BadRow(f"{name!r} is a list of one or more token ids, this is {str(value)[:60]!r}")
-    assert isinstance(tokens, list) and isinstance(prompt, list)
-    if logprobs is not None and (
-        not isinstance(logprobs, list) or len(logprobs) != len(tokens) or not all(isinstance(x, (int, float)) for x in logprobs)
-    ):
-        raise BadRow(f"'logprobs' has one number for each of the {len(tokens)} response_tokens, this is {str(logprobs)[:60]!r}")
+    tokens, prompt = (_token_ids(columns, name) for name in ("response_tokens", "prompt_tokens"))
+    for name in ("group", "tag", "problem"):
+        if not isinstance(columns.get(name), (str, int, type(None))):
+            raise BadRow(f"{name!r} is a number or a name, this is {str(columns[name])[:60]!r}")
+    for name in ("response", "prompt"):
+        if not isinstance(columns.get(name, ""), str):
+            raise BadRow(f"{name!r} is a text, this is {str(columns[name])[:60]!r}")
     answer = StoredAnswer(
         reward=_reward(columns.get("reward"), "reward"),
-        text=str(columns.get("response", "")),
-        prompt_tokens=tuple(prompt),
-        tokens=tuple(tokens),
-        logprobs=None if logprobs is None else tuple(float(x) for x in logprobs),
-        temperature=columns.get("temperature"),
+        text=columns.get("response", ""),
+        prompt_tokens=prompt,
+        tokens=tokens,
+        logprobs=_logprobs(columns.get("logprobs"), len(tokens)),
+        temperature=_temperature(columns.get("temperature")),
         place=place,
     )
-    asked: list[Message] = [{"role": "user", "content": str(columns.get("prompt", ""))}]
-    return (columns.get("group"), columns.get("tag"), columns.get("problem")), _Group(asked, {}, [answer])
+    asked: list[Message] = [{"role": "user", "content": columns.get("prompt", "")}]
+    return (columns.get("group"), columns.get("tag"), columns.get("problem")), _Group(asked, {}, [answer], place)
+
+
+def _token_ids(columns: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = columns.get(name)
+    if not isinstance(value, list) or not value or not all(type(t) is int and 0 <= t < 2**31 for t in value):
+        raise BadRow(f"{name!r} is a list of one or more token ids, this is {str(value)[:60]!r}")
+    return tuple(value)
+
+
+def _logprobs(value: Any, count: int) -> tuple[float, ...] | None:
+    """Of `count` tokens. A little above 0 is rounding; what is not finite is no probability."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != count or not all(_is_number(x) and x < 1e-3 for x in value):
+        raise BadRow(f"'logprobs' has one number for each of the {count} response_tokens, at most 0, this is {str(value)[:60]!r}")
+    return tuple(float(x) for x in value)
+
+
+def _temperature(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and value > 0):
+        raise BadRow(f"'temperature' is a positive number, this is {str(value)[:60]!r}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number that a float holds; true and false are none."""
+    return type(value) in (int, float) and abs(value) < 1e300  # False for NaN too
 
 
 def _published(
@@ -156,7 +187,8 @@ def _published(
     """(the prompt, its answers) of a row of text."""
     prompt = _pick(columns, prompt, PROMPTS, "prompt")
     asked = columns[prompt]
-    messages: list[Message] = asked if isinstance(asked, list) else [{"role": "user", "content": _text(asked, prompt)}]
+    text = None if isinstance(asked, list) else _text(asked, prompt)
+    messages: list[Message] = read_messages(asked, prompt) if text is None else [{"role": "user", "content": text}]
     solved = {name: value for name, value in columns.items() if isinstance(value, dict) and "solution" in value}
     if solved and response is None:
         pairs = [
@@ -173,7 +205,7 @@ def _published(
         pairs = [(_text(text, response), _reward(value, reward)) for text, value in zip(texts, rewards, strict=True)]
         used = {prompt, response, reward}
     meta = {name: value for name, value in columns.items() if name not in used}
-    return (str(messages),), _Group(list(messages), meta, [StoredAnswer(value, text, place=place) for text, value in pairs])
+    return (str(messages),), _Group(messages, meta, [StoredAnswer(value, text, place=place) for text, value in pairs], place)
 
 
 def _pick(columns: Mapping[str, Any], named: str | None, usual: tuple[str, ...], what: str) -> str:
@@ -197,6 +229,6 @@ def _text(value: Any, name: str) -> str:
 def _reward(value: Any, name: str) -> float:
     if isinstance(value, str) and value.lower() in _TRUTH:
         return _TRUTH[value.lower()]
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+    if not isinstance(value, bool) and not _is_number(value):
         raise BadRow(f"{name!r} is a number or a truth value, this is {str(value)[:60]!r}")
     return float(value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import gzip
 import json
 import logging
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from rl.errors import UserError
 logger = logging.getLogger(__name__)
 
 OnBadRow = Literal["error", "skip"]
-FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_PLAIN = (".jsonl", ".json", ".csv", ".tsv")
+FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".arrow")
 
 
 class BadRow(ValueError):
@@ -35,12 +37,17 @@ class NoColumn(BadRow):
         return ", ".join(map(repr, self.columns)) or "none"
 
 
+class NoSplit(UserError):
+    """A data set that is there, and has no split of the name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row: where it stands ("train.jsonl line 12"), and its columns, or why it has none."""
 
     place: str
     columns: Mapping[str, Any] | BadRow
+    folder: Path | None = None  # where paths in it start
 
 
 @dataclass(slots=True)
@@ -64,9 +71,11 @@ class BadRows:
         if not self.found:
             return
         if not good and len(self.lacking) == len(self.found) and len({one.name for one in self.lacking}) == 1:
-            raise UserError(_nowhere(self.lacking[0], len(self.found), named))
+            raise UserError(f"{_nowhere(self.lacking[0], len(self.found), named)} (the first: {self.found[0].partition(': ')[0]})")
         first = "\n  ".join(self.found[:5]) + ("\n  ..." if len(self.found) > 5 else "")
         summary = f"{len(self.found)} bad rows beside {good} good ones:\n  {first}"
+        if not good and self.on_bad_row == "skip":
+            raise UserError(f"no row is left where bad ones are skipped; {summary}")
         if self.on_bad_row == "error":
             raise UserError(f"{summary}\nMend them, or leave them out with on_bad_row='skip'.")
         logger.warning("skipped %s", summary)
@@ -79,31 +88,26 @@ def _nowhere(lacking: NoColumn, rows: int, named: Mapping[str, str | None]) -> s
     return f"no column {lacking.name!r}{setting} in any of {rows} rows, which have {lacking.there}{hint}"
 
 
-def find_file(folder: Path, split: str) -> Path:
-    """The file of a split in a folder: <split>.jsonl, .json, .jsonl.gz or .json.gz."""
-    for suffix in FILE_SUFFIXES:
-        if (folder / f"{split}{suffix}").is_file():
-            return folder / f"{split}{suffix}"
-    there = sorted(path.name for path in folder.iterdir())
-    raise UserError(f"folder {folder} has no {split}.jsonl or {split}.json; it holds {', '.join(there[:20]) or 'nothing'}")
+def to_the_end(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """The lines of a file. UserError where it cannot be read to its end: it is not known how many are missing."""
+    number = 0
+    try:
+        for line in stream:
+            number += 1
+            yield line
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is cut off or damaged after line {number} ({error}): fetch or write it anew") from error
 
 
-def read_file(path: Path) -> Iterator[Row]:
-    """The rows of a .jsonl file (one JSON object a line), or a .json file (a list of objects); gzip by the suffix .gz."""
-    opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-    with opened as stream:
-        if ".jsonl" in path.suffixes:
-            yield from _json_lines(stream, path.name)
-        else:
-            yield from _json_list(stream.read(), path)
+def json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """The rows of a .jsonl file: one JSON object a line."""
+    return (row_of_line(line, number, name) for number, line in enumerate(lines, start=1) if line.strip())
 
 
-def _json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
-        if line.strip():
-            yield Row(f"{name} line {number}", _columns(line))
+def row_of_line(line: bytes, number: int, name: str) -> Row:
+    if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+    return Row(f"{name} line {number}", _columns(line))
 
 
 def _columns(line: bytes) -> Mapping[str, Any] | BadRow:
@@ -113,24 +117,54 @@ def _columns(line: bytes) -> Mapping[str, Any] | BadRow:
         return BadRow(f"no UTF-8 text (byte {error.start}: {error.reason})")
     except ValueError as error:
         return BadRow(f"no JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}")
-    return _object(value)
+    except RecursionError:
+        return BadRow(_TOO_DEEP)
+    return _object(value, line)
 
 
-def _object(value: Any) -> Mapping[str, Any] | BadRow:
-    if isinstance(value, dict):
-        return value
-    return BadRow(f"a JSON object is expected, this is a {type(value).__name__}: {str(value)[:60]!r}")
+def _object(value: Any, text: bytes) -> Mapping[str, Any] | BadRow:
+    """`text`: what the value was read from (or what it was read among); it tells whether a closer look is needed."""
+    if not isinstance(value, dict):
+        return BadRow(f"a JSON object is expected, this is a {type(value).__name__}: {str(value)[:60]!r}")
+    suspect = text.count(b"[") + text.count(b"{") > _DEEPEST or _SURROGATE.search(text)
+    flaw = _flaw(value) if suspect else None
+    return value if flaw is None else BadRow(flaw)
 
 
-def _json_list(text: bytes, path: Path) -> Iterator[Row]:
+_DEEPEST = 64
+_TOO_DEEP = f"lists and objects within one another, more than {_DEEPEST} deep"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON can write half of a surrogate pair, UTF-8 cannot
+
+
+def _flaw(value: Any) -> str | None:
+    """What makes a value of JSON unusable although it is JSON: its depth, a text that cannot be encoded."""
+    left = [(value, 0)]
+    while left:
+        item, depth = left.pop()
+        if isinstance(item, str):
+            try:
+                item.encode("utf-8")
+            except UnicodeEncodeError:
+                return f"half of a surrogate pair, which is no text: {item[:60]!r}"
+        elif isinstance(item, (dict, list)):
+            if depth == _DEEPEST:
+                return _TOO_DEEP
+            left += [(inner, depth + 1) for inner in ([*item, *item.values()] if isinstance(item, dict) else item)]
+    return None
+
+
+def json_list(text: bytes, path: Path) -> Iterator[Row]:
+    """The rows of a .json file: a list of objects."""
     try:
         values = json.loads(text.decode("utf-8-sig"))
     except ValueError as error:
         raise UserError(f"{path} is no JSON ({error}); a file of one object a line is named .jsonl") from error
+    except RecursionError as error:
+        raise UserError(f"{path} has {_TOO_DEEP}") from error
     if not isinstance(values, list):
         raise UserError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
     for number, value in enumerate(values, start=1):
-        yield Row(f"{path.name} row {number}", _object(value))
+        yield Row(f"{path.name} row {number}", _object(value, text))
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
@@ -145,6 +179,8 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "Unknown split" in reason:
+            raise NoSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
         raise UserError(
             f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be loaded: {reason}. Without network it must "
             "be in the hub's cache (HF_HUB_OFFLINE=1 then keeps it from asking); or give the path of a .jsonl file instead"

@@ -1,5 +1,48 @@
-"""What answers a policy: single-turn problems."""
+"""What answers a policy: problems of one turn, and environments of several, with tools and seats."""
 
-from rl.environments.problem import ProblemEnv, ProblemGroupBuilder
+from rl.environments.environment import POOL, Environment, Turn
+from rl.environments.match import Match
+from rl.environments.play import EnvironmentGroup, Limits
+from rl.environments.played import played
+from rl.environments.pool import OpponentPool
+from rl.environments.problem import ProblemGroupBuilder, prompt_text, reward_meta
+from rl.environments.process import isolated
+from rl.environments.registry import (
+    EnvironmentSpec,
+    environment_from_words,
+    register_environment,
+    registered_environments,
+    resolve_environment,
+    settings_table,
+    show_help,
+)
+from rl.environments.store import KeyValueStore
+from rl.environments.tools import Call, Tool, tool
+from rl.environments.work import EpisodeThread
 
-__all__ = ["ProblemEnv", "ProblemGroupBuilder"]
+__all__ = [
+    "Call",
+    "Environment",
+    "EnvironmentGroup",
+    "EnvironmentSpec",
+    "EpisodeThread",
+    "KeyValueStore",
+    "Limits",
+    "Match",
+    "OpponentPool",
+    "POOL",
+    "ProblemGroupBuilder",
+    "Tool",
+    "Turn",
+    "environment_from_words",
+    "isolated",
+    "played",
+    "prompt_text",
+    "register_environment",
+    "registered_environments",
+    "resolve_environment",
+    "reward_meta",
+    "settings_table",
+    "show_help",
+    "tool",
+]

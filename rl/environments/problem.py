@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rl.episodes import Env, EnvGroupBuilder, StepResult
-from rl.renderers import Renderer
-from rl.rewards import Scorer
+from rl.images import has_images, said
+from rl.renderers import Renderer, with_calls
+from rl.rewards import CONVERSATION, Episode, Scorer, Turn
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
 
 class ProblemEnv(Env):
     """One answer to one problem."""
+
+    blocks = several_turns = False
 
     def __init__(self, builder: ProblemGroupBuilder):
         self.builder = builder
@@ -22,14 +26,24 @@ class ProblemEnv(Env):
     def step(self, action: SampledSequence) -> StepResult:
         builder = self.builder
         message, ended = builder.renderer.parse_response(action.tokens)
-        response = str(message["content"])
-        scorer = builder.scorer
+        response = with_calls(message)
+        scorer, meta = builder.scorer, builder.reward_meta
+        earned: Any = 0.0 if scorer is None else scorer.submit(builder.prompt_text, response, meta, self._episode(action, response))
         return StepResult(
-            reward=0.0 if scorer is None else scorer.submit(builder.prompt_text, response, builder.problem.meta),
+            reward=earned,
             episode_done=True,
             metrics={"ended": float(ended)},
-            logs={"prompt": builder.prompt_text, "response": response, "messages": builder.problem.messages},
+            logs={"prompt": builder.prompt_text, "response": response, "messages": builder.problem.messages, **builder.expected},
         )
+
+    def _episode(self, action: SampledSequence, response: str) -> Episode | None:
+        """For a reward that sees one."""
+        builder = self.builder
+        if builder.scorer is None or not builder.scorer.reward.episode:
+            return None
+        answer: Message = {"role": "assistant", "content": response}
+        turn = Turn(response, tokens=len(action.tokens), stop_reason=action.stop_reason)
+        return Episode([*_as_text(builder.problem.messages), answer], [turn], builder.tag)
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
@@ -45,14 +59,29 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         self.prompt = renderer.build_generation_prompt(problem.messages)
         self.prompt_text = prompt_text(problem.messages)
         self.stop = renderer.get_stop_sequences()
+        answer = problem.meta.get("answer", problem.meta.get("expected_answer"))
+        self.expected = {} if answer is None else {"answer": str(answer)}
+        self.reward_meta = reward_meta(problem, scorer)
 
     def make_envs(self) -> list[ProblemEnv]:
         return [ProblemEnv(self) for _ in range(self.group_size)]
+
+
+def reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:
+    """What a reward gets as `meta`: the row's columns; one of lists also the prompt of a row that is a conversation."""
+    if scorer is None or not scorer.reward.together or not problem.chat:
+        return problem.meta
+    return {**problem.meta, CONVERSATION: _as_text(problem.messages)}
+
+
+def _as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages for a reward, which sees no images."""
+    return [{**message, "content": said(message["content"])} if has_images([message]) else message for message in messages]
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
     """What a reward gets as `prompt`: the last user message."""
     for message in reversed(messages):
         if message["role"] == "user":
-            return str(message["content"])
-    return str(messages[-1]["content"])
+            return said(message["content"])
+    return said(messages[-1]["content"])

@@ -10,93 +10,23 @@ a token, where _T is softmax(logits / T) and the teacher's distribution is that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.datums import supervised_datum, trajectory_to_datums
-from rl.episodes import TrajectoryGroup
+from rl.episodes import TrajectoryGroup, largest, supervised_datum, trajectory_to_datums
 from rl.errors import UserError
-from rl.methods.base import Hosts, Models, Progress, adam_params, one_pass, substeps
+from rl.judges import FrozenScorer, check_vocabulary, full_input
+from rl.methods.base import Hosts, Models, Progress
+from rl.methods.distill_settings import DistillSettings, named_teachers
+from rl.methods.rows import cut_to
 from rl.methods.sft import response_datum
-from rl.metrics import largest
-from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
-from rl.setting_checks import only_with, without_samples
-from rl.settings import DataSettings, LoopSettings, ModelSettings, OptimSettings, SamplingSettings
-from rl.types import Datum, Problem, SamplingParams, TensorData
+from rl.methods.steps import adam_params, one_pass, substeps
+from rl.seeds import derive_seed
+from rl.types import Datum, ModelInput, Problem, SamplingParams, TensorData
 
 if TYPE_CHECKING:
-    from rl.sampling_client import SamplingClient
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillationSettings:
-    """Whom to learn from, and how."""
-
-    teacher: tuple[str, ...] = ()
-    """A run's folder, a folder of weights, a hub name, or the name of an earlier stage of the recipe. With several data sets (more_datasets) either one for all, or DATASET=TEACHER for each."""
-    learn_from: Literal["student", "teacher", "data"] = "student"
-    """Whose answers are learnt on. student: its own, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
-    group_size: int = 4
-    """Answers sampled for each prompt (student, teacher)."""
-    kl_discount: float = 0.0
-    """On-policy: a token is also credited with later tokens' divergence, this much less for each. 0: each with its own alone; 1: the gradient of the whole answer's KL, of more variance."""
-    alpha: float = 0.5
-    """Off-policy: weight of the KL to the teacher; the rest is cross-entropy on the answer's tokens."""
-    distill_temperature: float = 2.0
-    """Off-policy: both distributions are softened by it in the KL, which is scaled by its square."""
-    teacher_top_k: int = 64
-    """Off-policy: the teacher's likeliest tokens at each position, renormalised, stand for its distribution."""
-
-    def __post_init__(self) -> None:
-        for name in ("group_size", "teacher_top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
-        for name in ("kl_discount", "alpha"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} lies from 0 to 1, got {getattr(self, name)}")
-        if not self.distill_temperature > 0:
-            raise ValueError(f"distill_temperature is positive, such as 2, got {self.distill_temperature}")
-        on_policy, why = self.learn_from == "student", f"learn_from is {self.learn_from}"
-        only_with(self, ("kl_discount",), on_policy, why, "set learn_from to student")
-        only_with(self, ("alpha", "distill_temperature", "teacher_top_k"), not on_policy, why, "set learn_from to teacher or data")
-        only_with(self, ("group_size",), self.learn_from != "data", why, "set learn_from to student or teacher")
-
-
-def _data() -> DataSettings:
-    return DataSettings(reward=None)
-
-
-def _sampling() -> SamplingSettings:
-    return SamplingSettings(temperature=1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillSettings:
-    """Distillation: learn to answer as a teacher does, from one's own answers or the teacher's."""
-
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=_data)
-    distillation: DistillationSettings = field(default_factory=DistillationSettings)
-    sampling: SamplingSettings = field(default_factory=_sampling)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
-
-    def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
-        why = "it looks for groups whose answers differ in reward, and distill learns from every answer"
-        only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
-        if self.distillation.learn_from != "student":
-            without_samples(self, f"with learn_from {self.distillation.learn_from} the student answers nothing")
-        elif self.data.reward is None and not self.data.rewards:
-            without_samples(self, "without a reward nothing scores them")
-
-    @property
-    def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (2e-4 if self.model.lora_rank else 2e-5)
+    from rl.clients import SamplingClient
 
 
 class Distill:
@@ -152,7 +82,7 @@ class Distill:
         for name, members in by_teacher.items():
             client = models.others["teachers"][name]
             if self.how.learn_from == "data":
-                plain = [response_datum(row, renderer) for row in members]
+                plain = [cut_to(self.settings.data, response_datum(row, renderer), row) for row in members]
             else:
                 plain = self._sampled(members, renderer, client, seed)
             how = self.how
@@ -160,19 +90,26 @@ class Distill:
         return found
 
     def _sampled(self, rows: Sequence[Problem], renderer: Any, teacher: SamplingClient, seed: int) -> list[Datum]:
-        """The teacher's answers to the rows, as supervised datums."""
+        """The teacher's answers to the rows, as supervised datums.
+
+        A sample's random stream is a function of (seed, problem, index in its group): not of the rows beside it.
+        """
+        from rl.episodes import group_streams
         from rl.sampler import Request
 
         sampling = self.settings.sampling
         params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, stop=renderer.get_stop_sequences())
-        prompts = [renderer.build_generation_prompt(row.messages).to_ints() for row in rows]
+        prompts = [renderer.build_generation_prompt(row.messages) for row in rows]
+        streams = group_streams([derive_seed(row.tag, row.index) for row in rows])  # two data sets may count alike
         requests = [
-            Request(prompt=prompt, num_samples=self.group_size, params=params, seed=seed, problem=row.index, first_index=self.group_size * i)
-            for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
+            Request(prompt=prompt.flat(), images=prompt.placed(), num_samples=self.group_size, params=params, seed=seed, problem=stream)
+            for stream, prompt in zip(streams, prompts, strict=True)
         ]
         responses, _ = teacher.sample_many(requests).result()
         return [
-            supervised_datum([*prompt, *sequence.tokens], [0.0] * len(prompt) + [1.0] * len(sequence.tokens))
+            supervised_datum(
+                ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()), [0.0] * prompt.length + [1.0] * len(sequence.tokens)
+            )
             for prompt, response in zip(prompts, responses, strict=True)
             for sequence in response.sequences
         ]
@@ -270,7 +207,8 @@ def soft_targets(teacher: SamplingClient, datums: Sequence[Datum], *, top_k: int
         pairs_D: list[Any] = [[[(0, 0.0)]] * d.model_input.length for d in datums]
     else:
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        requests = [Request(prompt=full_tokens(d), params=params, topk_prompt_logprobs=top_k) for d in datums]
+        whole = [full_input(d) for d in datums]
+        requests = [Request(prompt=w.flat(), images=w.placed(), params=params, topk_prompt_logprobs=top_k) for w in whole]
         responses, _ = teacher.sample_many(requests).result()
         pairs_D = [(response.topk_prompt_logprobs or [])[1:] for response in responses]
     found = []
@@ -287,20 +225,6 @@ def soft_targets(teacher: SamplingClient, datums: Sequence[Datum], *, top_k: int
 
 
 # ------------------------------------------------------------------------------------------------------------- teachers
-
-
-def named_teachers(settings: DistillSettings) -> dict[str, str]:
-    """Data set ("" : all others) to teacher. Raises UserError where none is named, or one data set has two."""
-    found: dict[str, str] = {}
-    for word in settings.distillation.teacher:
-        tag, equals, where = word.partition("=")
-        tag, where = (tag, where) if equals else ("", word)
-        if tag in found:
-            raise UserError(f"two teachers for {tag or 'all data sets'}: {found[tag]} and {where}; with several data sets write DATASET=TEACHER")
-        found[tag] = where
-    if not found:
-        raise UserError("distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name")
-    return found
 
 
 def teacher_of(models: Models, tag: str) -> str:
@@ -321,5 +245,3 @@ def clients(settings: DistillSettings, hosts: Hosts) -> dict[str, Any]:
     return {"teachers": {tag: loaded[where] for tag, where in named.items()}}
 
 
-def reads(settings: DistillSettings) -> tuple[str, ...]:
-    return ("response",) if settings.distillation.learn_from == "data" else ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.methods.base import with_fields
+from rl.methods.steps import with_fields
 from rl.types import Datum
 
 

@@ -8,113 +8,21 @@ and the datums of one episode. The value is a head on the policy, or a critic of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from rl.advantages import token_advantages
-from rl.datums import action_tokens, trajectory_to_datums
-from rl.episodes import Trajectory, TrajectoryGroup
-from rl.kl import AdaptiveKL, gaps, kl_metrics
-from rl.methods.base import Hosts, Models, Progress, adam_params, divisor, sampler_against_learner, with_fields
+from rl.credit import AdaptiveKL, RewardShaper, gaps, kl_metrics, token_advantages
+from rl.episodes import Trajectory, TrajectoryGroup, action_tokens, trajectory_to_datums
+from rl.judges import FrozenScorer, check_vocabulary, full_input
+from rl.methods.base import Hosts, Models, Progress
 from rl.methods.episode import EpisodeTokens
-from rl.metrics import largest
-from rl.scoring import FrozenScorer, check_vocabulary, full_tokens
+from rl.methods.ppo_settings import PpoSettings
+from rl.methods.steps import adam_params, corrected_datums, correction, divisor, sampler_against_learner, with_fields
+from rl.methods.tally import Tally
 from rl.seeds import derive_seed
-from rl.setting_checks import only_with
-from rl.settings import (
-    DataSettings,
-    KlSettings,
-    LearnedRewardSettings,
-    LoopSettings,
-    ModelSettings,
-    OptimSettings,
-    SamplingSettings,
-    ShapingSettings,
-)
-from rl.shaping import RewardShaper
-from rl.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput
-
-
-@dataclass(frozen=True, kw_only=True)
-class PpoOptions:
-    """How rewards become gradients."""
-
-    group_size: int = 1
-    """Answers sampled for each problem."""
-    epochs: int = 4
-    """Passes over each batch; num_substeps is the number of minibatches of each."""
-    clip: float = 0.2
-    """Ratios outside 1 - clip to 1 + clip earn no gradient where that would take them further out."""
-    target_kl: float | None = 0.01
-    """No further epoch once KL(old policy || new), measured anew after each, is above this; None: all epochs."""
-    gamma: float = 1.0
-    """Discount a token."""
-    gae_lambda: float = 0.95
-    """Of generalised advantage estimation: 1 is return minus value, 0 one-step."""
-    truncated: Literal["bootstrap", "end"] = "bootstrap"
-    """An answer cut off by max_tokens, or an episode by its environment: go on with the value at its end, or count it as ended there."""
-    normalise_advantages: bool = True
-    """Advantages to mean 0 and std 1 over the actions of a batch."""
-    value_coef: float = 0.1
-    """Weight of the value loss, where the value is a head on the policy."""
-    value_clip: float | None = 0.2
-    """A value that moved further than this from its old one earns no further gradient away; None: no clipping."""
-    entropy_coef: float = 0.01
-    """Weight of the entropy bonus."""
-    critic_model: str | None = None
-    """A value model of its own: a hub name, a folder, tiny:<preset>, or "policy" for the weights the stage begins from. By default a head on the policy."""
-    critic_learning_rate: float | None = None
-    """Of the critic; by default the policy's."""
-
-    def __post_init__(self) -> None:
-        for name in ("group_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} lies from 0 to 1, got {getattr(self, name)}")
-        if not 0 < self.clip < 1:
-            raise ValueError(f"clip lies between 0 and 1, such as 0.2 for ratios from 0.8 to 1.2, got {self.clip}")
-        for name in ("target_kl", "value_clip", "critic_learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is positive, or left out, got {value}")
-        for name in ("value_coef", "entropy_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is at least 0, got {getattr(self, name)}")
-        own = self.critic_model is not None
-        only_with(self, ("critic_learning_rate",), own, "the value is a head on the policy, which has one rate", "give critic_model")
-        only_with(self, ("value_coef",), not own, "the critic_model is no part of the policy's loss", "leave critic_model out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PpoSettings:
-    """Proximal policy optimization: sample, credit every token against a learned value, and take several clipped steps."""
-
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    shaping: ShapingSettings = field(default_factory=ShapingSettings)
-    kl: KlSettings = field(default_factory=lambda: KlSettings(kl_coef=0.1))
-    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
-    ppo: PpoOptions = field(default_factory=PpoOptions)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
-
-    def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
-        if self.learned.comparison_model is not None and self.ppo.group_size == 1:
-            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
-        why = "it looks for groups whose answers differ in reward, and ppo compares none"
-        only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
-
-    @property
-    def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+from rl.types import AdamParams, Datum, ForwardBackwardOutput
 
 
 def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
@@ -173,7 +81,7 @@ class Ppo:
         rewards_I_N = [steps for rewards_G_N in self.shaper.steps(groups) for steps in rewards_G_N]
         parts_I = [_datums(trajectory) for trajectory in trajectories]
         flat = [datum for parts in parts_I for datum in parts]
-        whole = [ModelInput.from_ints(full_tokens(datum)) for datum in flat]
+        whole = [full_input(datum) for datum in flat]
         values_D = iter((models.critic or models.policy).compute_values(whole).result())
         fields, charges = self._reference(flat, models)
         charges_D = iter(charges)
@@ -212,25 +120,30 @@ class Ppo:
         settings, how = self.settings, self.settings.ppo
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         temperature = {"temperature": settings.sampling.temperature}
-        tally = _Tally()
+        tally = Tally()
         moved: dict[str, float] = {}
+        before: dict[str, float] = {}
+        if (how_far := settings.correction).active:
+            datums, before = corrected_datums(
+                models, datums, correction(how_far), against_learner=how_far.against_learner, temperature=settings.sampling.temperature
+            )
         for epoch in range(how.epochs):
             for i, part in enumerate(_minibatches(datums, settings.optim.num_substeps, progress, epoch)):
                 output = self._update(models, part, params, tally)
-                if epoch == 0 and i == 0:
+                if epoch == 0 and i == 0 and not before:
                     tally.metrics |= sampler_against_learner(part, [o["logprobs"].array for o in output.loss_fn_outputs])
             after = models.policy.forward(datums, "importance_sampling", temperature).result()
             now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
             moved = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
             if how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl:
                 break
-        metrics = {"optim/lr": params.learning_rate, **tally.summary(), **moved, **self._credited, **self.shaper.metrics}
+        metrics = {"optim/lr": params.learning_rate, **tally.summary(), **before, **moved, **self._credited, **self.shaper.metrics}
         metrics |= {"optim/epochs": epoch + 1, "optim/tokens": action_tokens(datums)}
         if "optim/kl_ref_k3" in metrics:
             self.kl.update(metrics["optim/kl_ref_k3"])
         return metrics
 
-    def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: _Tally) -> ForwardBackwardOutput:
+    def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally) -> ForwardBackwardOutput:
         """One minibatch: an optimizer step of the policy, and one of the critic."""
         how, size = self.settings.ppo, divisor(part, "tokens")
         forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
@@ -308,39 +221,3 @@ def _minibatches(datums: Sequence[Datum], n: int, progress: Progress, epoch: int
     order = np.random.default_rng(derive_seed("minibatches", progress.seed, progress.batch, epoch)).permutation(len(datums))
     parts = [[datums[i] for i in sorted(order[k::n])] for k in range(n)]
     return [part for part in parts if part]
-
-
-class _Tally:
-    """What the updates of a batch add up to."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-        self._sums: dict[str, float] = {}
-        self._norms: dict[str, float] = {}
-        self._skipped = self._updates = 0.0
-        self._tokens = 0.0
-
-    def add(self, who: str, metrics: Mapping[str, float], update: Mapping[str, float], tokens: float) -> None:
-        """`who`: "" for the policy, "critic_"."""
-        for name, value in metrics.items():
-            if name.endswith(":sum"):
-                key = who + name.removesuffix(":sum")
-                self._sums[key] = self._sums.get(key, 0.0) + value
-        self._norms[who] = largest([self._norms.get(who, 0.0), update["grad_norm"]])
-        self._skipped += update.get("skipped_nonfinite", 0.0)
-        if not who:
-            self._tokens, self._updates = self._tokens + tokens, self._updates + 1
-
-    def summary(self) -> dict[str, float]:
-        """Means over the tokens of all updates, the largest gradient norms, the number of updates."""
-        sums = {name.removeprefix("critic_"): value for name, value in self._sums.items() if name != "critic_loss"}
-        names = {"policy_loss": "policy_loss", "value_loss": "value_loss", "entropy": "policy_entropy", "value_clipped": "value_clip_frac"}
-        found = {f"optim/{shown}": sums[name] / self._tokens for name, shown in names.items() if name in sums}
-        active = max(1.0, sums.get("active_tokens", 0.0))
-        found["optim/loss"] = sums["loss"] / self._tokens
-        found["optim/clip_frac"] = (sums.get("clipped_low", 0.0) + sums.get("clipped_high", 0.0)) / active
-        found |= {f"optim/{who}grad_norm": norm for who, norm in self._norms.items()}
-        found["optim/substeps"] = self._updates
-        if self._skipped:
-            found["optim/skipped_nonfinite"] = self._skipped
-        return {**self.metrics, **found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rl.methods.grpo import GrpoSettings, PolicyGradientSettings
+from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
 
 
 def _policy_gradient() -> PolicyGradientSettings:

@@ -1,7 +1,7 @@
 """A reward model from pairs of answers of which one is preferred, in one of two forms.
 
 scalar: a head that gives every answer a number r, with P(first preferred) = sigmoid(r_1 - r_2) (Bradley and Terry 1952).
-comparison: the language model itself, shown both answers, learns to say which is better, A or B (rl.comparison).
+comparison: the language model itself, shown both answers, learns to say which is better, A or B (rl.judges.comparison).
 Either is put into the loop by `rlhf`, `grpo` or `ppo`: --reward-model, or --comparison-model.
 """
 
@@ -13,13 +13,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.comparison import Comparison, ComparisonModel, comparison_messages, swapped
-from rl.datums import action_tokens, supervised_datum
+from rl.episodes import action_tokens, calibration_error, largest, supervised_datum
 from rl.errors import UnusedSetting
-from rl.methods.base import EvaluatesRows, Models, Progress, adam_params, one_pass, substeps
-from rl.metrics import calibration_error, largest
-from rl.setting_checks import only_with, without_samples
-from rl.settings import LoopSettings, ModelSettings, OptimSettings, PreferenceDataSettings, SamplingSettings
+from rl.judges import Comparison, ComparisonModel, comparison_messages, scores_of, swapped, verdict_examples
+from rl.methods.base import EvaluatesRows, Models, Progress
+from rl.methods.steps import adam_params, one_pass, substeps
+from rl.settings import (
+    ModelSettings,
+    OptimSettings,
+    PreferenceDataSettings,
+    RowLoopSettings,
+    SamplingSettings,
+    Weight,
+    check_ranges,
+    only_with,
+    without_samples,
+)
 from rl.types import Datum, ModelInput, Problem, TensorData
 
 ACCURACY = "test/rewards/accuracies"
@@ -31,17 +40,16 @@ class RewardModelling:
 
     form: Literal["scalar", "comparison"] = "scalar"
     """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""
-    centre_coef: float = 0.0
+    centre_coef: Weight = 0.0
     """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only where 0 lies."""
 
     def __post_init__(self) -> None:
-        if not self.centre_coef >= 0:
-            raise ValueError(f"centre_coef is at least 0, got {self.centre_coef}")
+        check_ranges(self)
         only_with(self, ("centre_coef",), self.form == "scalar", f"the form is {self.form}", "set form to scalar")
 
 
-def _loop() -> LoopSettings:
-    return LoopSettings(keep_best=ACCURACY)
+def _loop() -> RowLoopSettings:
+    return RowLoopSettings(keep_best=ACCURACY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +61,14 @@ class RewardModelSettings:
     reward_modelling: RewardModelling = field(default_factory=RewardModelling)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: LoopSettings = field(default_factory=_loop)
+    loop: RowLoopSettings = field(default_factory=_loop)
 
     def __post_init__(self) -> None:
         if self.loop.batch_size % self.optim.num_substeps:
             raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
         without_samples(self, "reward_model learns from the data's answers")
+        if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
+            raise ValueError("a reward model reads its score at an answer's end, which cutting takes away: set on_too_long to skip")
         for name in ("reward", "rewards"):
             if getattr(self.data, name):
                 raise UnusedSetting(name, f"a reward model samples no answers that a reward could score: leave {name} out")
@@ -87,6 +97,10 @@ class BradleyTerry(EvaluatesRows):
         """scalar: two a row, the preferred answer's first. comparison: two a row, the pair in both orders."""
         make = scored_pair if self.scalar else compared_pair
         return [datum for row in rows for datum in make(row, renderer)]
+
+    def longest(self, row: Problem, renderer: Any) -> int:
+        """comparison: of the prompt that shows both answers, with the longest verdict."""
+        return 0 if self.scalar else max(example.length for example, _ in verdict_examples(_comparison(row), renderer))
 
     def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
         """One pass; `optim/loss` is a mean over pairs (scalar) or over the tokens of the verdict (comparison)."""
@@ -119,7 +133,7 @@ class BradleyTerry(EvaluatesRows):
         """On held-out pairs: `test/loss` (-log P of the preference), accuracy, margin, and how far P is from the truth."""
         if self.scalar:
             whole = [datum.model_input for row in rows for datum in scored_pair(row, renderer)]
-            scores = np.array([float(values[-1]) for values in models.policy.compute_values(whole).result()])
+            scores = np.array(scores_of(models.policy, whole))
             return {**_scores(scores[0::2], scores[1::2]), **preference_metrics(scores[0::2] - scores[1::2])}
         sampler = models.policy.save_weights_and_get_sampling_client()
         verdicts = ComparisonModel(sampler, renderer).verdicts([_comparison(row) for row in rows])
@@ -138,16 +152,21 @@ class BradleyTerry(EvaluatesRows):
 
 
 def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
-    """The preferred answer and the other, each whole (its end mark included): the value is read at the last position.
+    """The preferred answer and the other, as `Renderer.judged` has them: the value is read at the last position, the end mark.
 
-    The mask tells where the prompt ends, so that it can be shared; what the last position would predict is of no concern.
+    What a template writes after that mark is left out, since no sampled answer has it. The mask tells where the prompt ends, so
+    that it can be shared; what the last position would predict is of no concern.
     """
     datums = []
     for answer in _pair(row):
-        model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
-        tokens = model_input.to_ints()
-        fields = {"target_tokens": [*tokens[1:], 0], "mask": [*weights[1:], 1.0]}
-        datums.append(Datum(ModelInput.from_ints(tokens), {name: TensorData(value) for name, value in fields.items()}))
+        example, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+        learnt = np.flatnonzero(weights)
+        begin, whole = int(learnt[0]), example.flat()
+        judged = renderer.judged(whole[:begin], whole[begin : int(learnt[-1]) + 1])
+        model_input = ModelInput.of(judged.flat(), example.placed())  # images stand before the answer
+        tokens = model_input.flat()
+        mask = np.arange(1, len(tokens) + 1) >= begin
+        datums.append(Datum(model_input, {"target_tokens": TensorData([*tokens[1:], 0]), "mask": TensorData(mask, "float32")}))
     return datums
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.methods import ppo
-from rl.methods.ppo import PpoSettings
+from rl.methods.ppo_settings import PpoSettings
 from rl.settings import DataSettings, ShapingSettings
 
 

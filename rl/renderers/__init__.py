@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from rl.errors import UserError
-from rl.renderers.base import Renderer, TrainOn
+from rl.renderers.base import Renderer, TrainOn, content_text, texts
 from rl.renderers.chat_template import ChatTemplateRenderer
+from rl.renderers.ends import note_ends
+from rl.renderers.parsing import split_thoughts, with_calls
+from rl.renderers.stops import StopsAt
 from rl.renderers.text import PlainRenderer, RoleColonRenderer
 
 __all__ = [
-    "RENDERER_NAMES",
     "ChatTemplateRenderer",
     "PlainRenderer",
+    "RENDERER_NAMES",
     "Renderer",
     "RoleColonRenderer",
+    "StopsAt",
     "TrainOn",
+    "content_text",
     "get_renderer",
+    "note_ends",
+    "split_thoughts",
+    "texts",
+    "with_calls",
 ]
 
 # Families render with the template that comes with the model; their names are kept for scripts that pass them.
@@ -31,14 +41,18 @@ _TEMPLATE_NAMES: dict[str, dict[str, Any]] = {
 RENDERER_NAMES = (*_TEMPLATE_NAMES, "role_colon", "plain")
 
 
-def get_renderer(name: str, tokenizer: Any, **template_settings: Any) -> Renderer:
-    """The renderer called `name` (one of RENDERER_NAMES). `template_settings` reach the model's chat template."""
+def get_renderer(name: str, tokenizer: Any, *, eos_token_ids: Iterable[int] = (), **template_settings: Any) -> Renderer:
+    """The renderer called `name` (one of RENDERER_NAMES). `template_settings` reach the model's chat template.
+
+    `eos_token_ids`: tokens that end a sample, for a model of which the tokenizer does not know them. It does where it came with
+    the model (`client.get_tokenizer()`), or has the model's config beside it.
+    """
     if name in _TEMPLATE_NAMES:
-        return ChatTemplateRenderer(tokenizer, **{**_TEMPLATE_NAMES[name], **template_settings})
+        return ChatTemplateRenderer(tokenizer, eos_token_ids, **{**_TEMPLATE_NAMES[name], **template_settings})
     if name not in RENDERER_NAMES:
         near = difflib.get_close_matches(name, RENDERER_NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"no renderer is named {name!r}: {hint}there are {', '.join(RENDERER_NAMES)}")
     if template_settings:
         raise UserError(f"the renderer {name!r} uses no template, so it takes no settings; got {sorted(template_settings)}")
-    return PlainRenderer(tokenizer) if name == "plain" else RoleColonRenderer(tokenizer)
+    return (PlainRenderer if name == "plain" else RoleColonRenderer)(tokenizer, eos_token_ids)

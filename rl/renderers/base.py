@@ -6,12 +6,16 @@ Shapes: a supervised example is N tokens and N weights, float32, 1 where the tok
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from rl.errors import UserError
+from rl.images import has_images, is_image_part
+from rl.renderers.ends import ends_of
+from rl.renderers.pictures import parts_of
+from rl.renderers.shield import Shield
 from rl.types import Message, ModelInput
 
 TrainOn = Literal["last_assistant", "all_assistant"]
@@ -19,10 +23,16 @@ Span = tuple[int, int]
 
 
 class Renderer(ABC):
-    """Messages to tokens and back, for one tokenizer (any of transformers', or one with its encode and decode)."""
+    """Messages to tokens and back, for one tokenizer (any of transformers', or one with its encode and decode).
 
-    def __init__(self, tokenizer: Any):
+    `eos_token_ids`: tokens that end a sample beside those known of the model (`rl.renderers.ends`). Special tokens that stand in
+    a message are text (`rl.renderers.shield`).
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), written: str = ""):
         self.tokenizer = tokenizer
+        self.ends = frozenset(ends_of(tokenizer) | {int(token) for token in eos_token_ids})
+        self.shield = Shield(tokenizer, written)
 
     @abstractmethod
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
@@ -46,13 +56,71 @@ class Renderer(ABC):
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         """Sampled tokens as a message, without what ended it; False where nothing did (cut off by the length limit)."""
 
+    @abstractmethod
+    def finished(self, tokens: Sequence[int]) -> list[int]:
+        """Sampled tokens as `build_supervised_example` writes such an answer: its end mark last, whichever token ended it.
+
+        Nothing follows the mark. An answer that nothing ended is as it is.
+        """
+
+    @abstractmethod
+    def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput | None:
+        """The prompt of the next turn as an extension, token for token, of what the model has read and written; None where there is none.
+
+        messages  the conversation up to the answer. seen: its tokens, the answer's prompt. answer: the tokens that were sampled
+        new       what is said to the model next; the last message of these is not the assistant's
+        The tokens are `seen`, `answer`, the end mark where the answer lacks it (it was cut off), and the rendering of `new`. Nothing
+        that the model wrote is decoded and tokenised again. None where the conversation, with `new` in it, is written otherwise than
+        the model has seen it, such as by a template that leaves out earlier thoughts: then `build_generation_prompt` writes it anew.
+        """
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        """This renderer, where the model may call `tools`, each {"type": "function", "function": {name, description, parameters}}.
+
+        Their descriptions stand where the model's own template puts them; `parse_response` takes calls apart.
+        """
+        raise UserError(f"{type(self).__name__} cannot render tools")
+
+    def unfinished(self, tokens: Sequence[int]) -> list[int]:
+        """An answer's tokens without its end mark, as of one that was cut off there."""
+        return self._until_end(tokens)[0]
+
+    def judged(self, prompt: Sequence[int], answer: Sequence[int]) -> ModelInput:
+        """What a reward model reads of an answer, the same where it learns and where it judges; the last position is its score's.
+
+        `answer`: as it was sampled, or the tokens that a supervised example learns.
+        """
+        return ModelInput.from_ints([*prompt, *self.finished(answer)])
+
+    def build_text(self, text: str) -> ModelInput:
+        """A text of no conversation, to be learnt as it stands: BOS where the tokenizer puts one, and EOS where it knows one.
+
+        Special tokens written in it are special tokens: a text that was put through a template beforehand is read as that.
+        """
+        tokenizer = self.tokenizer
+        tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+        begin = [token for token in begin_tokens(tokenizer) if tokens[:1] != [token]]
+        end = [] if tokenizer.eos_token_id in (None, *tokens[-1:]) else [tokenizer.eos_token_id]
+        return ModelInput.from_ints([*begin, *tokens, *end])
+
     def encode(self, text: str) -> list[int]:
-        """Tokens of the text alone, without the tokenizer's own BOS or EOS; special tokens written in it are recognised.
+        """Tokens of the text alone, without the tokenizer's own BOS or EOS; special tokens written in it are spelt out as text.
 
         UserError where the vocabulary lacks some of it and has no token for what is unknown.
         """
+        return self._encode(self.shield.cover(text))
+
+    def _encode(self, text: str, *, continuing: bool = False) -> list[int]:
+        """Tokens of a text that holds the renderer's own special tokens, and other people's covered.
+
+        `continuing`: something stands before it, so that a tokenizer that marks the beginning of a text must not do so here.
+        """
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            if continuing and self.shield.wall is not None:
+                return self.shield.encode(self.shield.wall + text)[1:]
+            return self.shield.encode(text)
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text {text[:60]!r} holds half of a surrogate pair, which is no text: mend the data") from error
         except Exception as error:  # tokenizers raises nothing narrower for that
             if "[UNK]" not in str(error):
                 raise
@@ -61,22 +129,32 @@ class Renderer(ABC):
                 "whose vocabulary covers the data"
             ) from error
 
+    def _decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens as it is: clean-up would change spaces before punctuation."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _until_end(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
+        """The tokens before the first that ends a sample, and whether there was one."""
+        end = next((position for position, token in enumerate(tokens) if token in self.ends), len(tokens))
+        return list(tokens[:end]), end < len(tokens)
+
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
-        """`text` as tokens, in pieces that meet at the character positions `cuts` (ascending).
+        """`text` (other people's special tokens covered) as tokens, in pieces that meet at the character positions `cuts` (ascending).
 
         The tokens of the text as a whole, wherever these respect the cut. Where a token would straddle it (a prompt that ends
         in a line break, a response that begins with one), both sides are tokenised apart: a sampler sees the prompt alone.
         """
-        pieces, begin, rest = [], 0, self.encode(text)
+        pieces: list[list[int]] = []
+        base, used = 0, 0  # where the text begins that `run` holds the tokens of, and how many of them are in pieces
+        run = self._encode(text)
         for cut in cuts:
-            head = self.encode(text[begin:cut])
-            if rest[: len(head)] == head:
-                rest = rest[len(head) :]
-            else:
-                rest = self.encode(text[cut:])
-            pieces.append(head)
-            begin = cut
-        return [*pieces, rest]
+            head = self._encode(text[base:cut], continuing=base > 0)
+            pieces.append(head[used:])
+            used = len(head)
+            if run[:used] != head:
+                base, used = cut, 0
+                run = self._encode(text[cut:], continuing=True)
+        return [*pieces, run[used:]]
 
 
 def weighted_example(pieces: Sequence[tuple[Sequence[int], float]]) -> tuple[ModelInput, np.ndarray]:
@@ -96,11 +174,49 @@ def trained_indices(messages: Sequence[Message], train_on: TrainOn) -> list[int]
     return [len(roles) - 1] if train_on == "last_assistant" else [i for i, role in enumerate(roles) if role == "assistant"]
 
 
-def text_of(message: Message) -> str:
-    """The content of a message that must be text."""
-    if not isinstance(message.get("content"), str):
-        raise UserError(f"this renderer takes text as content, got {message!r}; a model's own template may take it")
-    return message["content"]
+def content_text(content: Any, where: str) -> str:
+    """The text of a message's content: a text, or a list of parts {"type": "text", "text": ...}, put together."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError(f"{where} has content of type {type(content).__name__}; a text is expected, or a list of parts of text")
+    for part in content:
+        if is_image_part(part):
+            raise UserError(
+                f"{where} has an image, and what is rendered here is text alone: take a vision-language model with its own template "
+                "(the renderer chat_template; a model folder has its image processor beside it), or leave the image out"
+            )
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = repr(part["type"]) if isinstance(part, dict) and "type" in part else str(part)[:60]
+            raise UserError(f'{where} has a part of content that is not text ({kind}): parts are {{"type": "text", "text": ...}}')
+    return "".join(part["text"] for part in content)
+
+
+def texts(messages: Sequence[Message], *, sees: bool = False) -> list[Message]:
+    """The messages with their contents as text. UserError for one without a role, or without content (and calls of tools).
+
+    `sees`: contents with images stay lists of parts (`rl.renderers.pictures`); else they are errors.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        where = f"message {number} of the conversation"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(f"{where} is no {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            content = ""
+        if sees and has_images([message]):
+            found.append({**message, "content": parts_of(message["content"], message["role"], where)})
+            continue
+        found.append({**message, "content": content_text(content, where)})
+    return found
+
+
+def said(message: Message) -> str:
+    """The text of a message (one of `texts`) for renderers that write nothing else."""
+    if message.get("tool_calls"):
+        raise UserError("this renderer writes text alone, and a message calls tools: use the model's own template (chat_template)")
+    return str(message["content"])
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rl.errors import UserError
-from rl.renderers.base import Renderer, Span, TrainOn, trained_indices, weighted_example
+from rl.images import reader_of
+from rl.renderers.base import Renderer, Span, TrainOn, texts, trained_indices, weighted_example
+from rl.renderers.parsing import CALL_BEGIN, THOUGHT_END, split_calls, split_thoughts
+from rl.renderers.pictures import expanded, for_template, located, written_texts
 from rl.types import Message, ModelInput
 
 _PROBE = "zqPROBEqz"  # a content that no template writes by itself
-_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
+_WRITES_ITS_OWN = ("assistant", "tool", "ipython", "function")  # roles whose contents templates may take apart or quote
 
 
 class ChatTemplateRenderer(Renderer):
     """Renders with the tokenizer's jinja template; `template_settings` reach it (`enable_thinking=False`, `tools=...`).
 
     The template writes any BOS itself, so its text is tokenised without adding special tokens.
+    Special tokens in messages (and in the descriptions of tools) are text; the assistant's may hold what the template itself writes and
+    the tokenizer does not call special, such as <think>.
     A model that thinks aloud: `parse_response` splits "<think>...</think>" off the content into `reasoning_content`, the field
-    that such templates read back. A thought that never ended stays in the content.
+    that such templates read back, and calls in "<tool_call>...</tool_call>" into `tool_calls`. A thought or call that never ended,
+    and a call that is none, stays in the content; calls are then named in `unparsed_tool_calls`.
     """
 
-    def __init__(self, tokenizer: Any, **template_settings: Any):
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
+        super().__init__(tokenizer, eos_token_ids, written=str(tokenizer.chat_template))
         if tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer 'role_colon' or 'plain' for "
                 "a base model, or set tokenizer.chat_template"
             )
         self.template_settings = template_settings
-        self._thinks = _THOUGHT_END in str(tokenizer.chat_template)
+        outside = ("tools", "documents")  # settings that hold other people's text
+        self._settings = {name: self.shield.cover(value) if name in outside else value for name, value in template_settings.items()}
+        self._thinks = THOUGHT_END in str(tokenizer.chat_template)
+        self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
+        self._reader = reader_of(tokenizer)
+        self._in_parts = self._reader is not None and not self._writes_strings()
         self._end_of_turn = self._find_end_of_turn()
+        self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
+        self.ends |= {self._end_id}
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
-        return ModelInput.from_ints(self.encode(self._text(messages, generation=True)))
+        messages = self._covered(messages)
+        return located(self._encode(self._text(messages, generation=True)), messages, self._reader)
 
     def build_supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
@@ -44,44 +58,115 @@ class ChatTemplateRenderer(Renderer):
 
         Raises UserError where the template gives a message another text than the model would have seen when it wrote it.
         """
+        messages = self._covered(messages)
         text = self._text(messages, generation=False)
         spans = [self._span(text, messages, index) for index in trained_indices(messages, train_on)]
         cuts = [cut for span in spans for cut in span]
         pieces = self.encode_in_pieces(text, cuts)
-        return weighted_example([(piece, float(number % 2)) for number, piece in enumerate(pieces)])
+        example, weights = weighted_example([(piece, float(number % 2)) for number, piece in enumerate(pieces)])
+        return located(example.flat(), messages, self._reader), weights
 
     def get_stop_sequences(self) -> list[int]:
-        ids = [self.tokenizer.convert_tokens_to_ids(self._end_of_turn)]
-        eos = self.tokenizer.eos_token_id
-        return ids if eos is None or eos in ids else [*ids, eos]
+        return [self._end_id, *sorted(self.ends - {self._end_id})]
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        stops = set(self.get_stop_sequences())
-        end = next((position for position, token in enumerate(tokens) if token in stops), len(tokens))
-        # clean-up would change spaces before punctuation: the text of the tokens is wanted as it is
-        text = self.tokenizer.decode(list(tokens[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        message: Message = {"role": "assistant", "content": text}
-        if self._thinks and _THOUGHT_END in text:
-            thought, _, content = text.partition(_THOUGHT_END)
-            message["content"] = content.lstrip("\n")
-            message["reasoning_content"] = thought.strip().removeprefix(_THOUGHT_BEGIN).strip("\n")
-        return message, end < len(tokens)
+        before, ended = self._until_end(tokens)
+        content = self._decode(before)
+        message: Message = {"role": "assistant", "content": content}
+        if self._thinks:
+            content, thoughts = split_thoughts(content)
+            if thoughts is not None:
+                message |= {"content": content, "reasoning_content": thoughts}
+        if self._calls_tools:
+            content, calls, unparsed = split_calls(content)
+            message["content"] = content
+            message |= {"tool_calls": calls} if calls else {}
+            message |= {"unparsed_tool_calls": unparsed} if unparsed else {}
+        return message, ended
+
+    def finished(self, tokens: Sequence[int]) -> list[int]:
+        before, ended = self._until_end(tokens)
+        return [*before, self._end_id] if ended else before
+
+    def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput | None:
+        """See `Renderer`. What the template writes between the answer and its next one is found with another answer in its place."""
+        said = self.parse_response(answer)[0]
+        probe: Message = {**said, "content": _PROBE}
+        before = self._covered(messages)
+        prompt = self._text(before, generation=True)
+        text = self._text([*before, *self._covered([probe, *new])], generation=True)
+        at = text.find(_PROBE, len(prompt))
+        if not text.startswith(prompt) or at < 0:
+            return None
+        thoughts = self.shield.cover(str(said.get("reasoning_content") or ""), may_write_markup=True)
+        between = text[len(prompt) : at]
+        if (thoughts not in between) if thoughts else bool(between.strip()) and "reasoning_content" not in said:
+            return None
+        end = text.find(self._end_of_turn, at)
+        if end < 0:
+            return None
+        ended = bool(answer) and answer[-1] in self.ends
+        tail = text[end + len(self._end_of_turn) :] if ended else text[end:]
+        following = located(self._encode(tail, continuing=True), self._covered(new), self._reader)
+        begin = len(seen) + len(answer)
+        return ModelInput.of([*seen, *answer, *following.flat()], [(begin + at, image) for at, image in following.placed()])
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplateRenderer:
+        if not tools:
+            return self
+        if "tools" not in str(self.tokenizer.chat_template):
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools: take a model whose template has one, or "
+                "the renderer 'role_colon', which describes them in words"
+            )
+        return ChatTemplateRenderer(self.tokenizer, self.ends, **{**self.template_settings, "tools": list(tools)})
+
+    def _covered(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as text (and images), with special tokens covered."""
+        read = texts(messages, sees=self._reader is not None)
+        return [self.shield.cover(message, may_write_markup=message["role"] == "assistant") for message in read]
 
     def _text(self, messages: Sequence[Message], generation: bool) -> str:
         if not messages:
             raise UserError("there is no message to render; at least one of the user is needed")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation, **self.template_settings
-        )
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                for_template(messages, all_in_parts=self._in_parts), tokenize=False, add_generation_prompt=generation, **self._settings
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            roles = [message["role"] for message in messages]
+            raise UserError(
+                f"the model's chat template cannot render this conversation (roles {roles}): {type(error).__name__}: {error}"
+            ) from error
         assert isinstance(text, str)
-        return text
+        for number, message in enumerate(messages):
+            missing = [said for said in written_texts(message) if said not in text]
+            if message["role"] not in _WRITES_ITS_OWN and missing:
+                role, content = message["role"], missing[0][:60]
+                raise UserError(
+                    f"the model's chat template leaves out message {number}, of role {role!r}: {content!r}; give it a role that the "
+                    "template knows (system, user, assistant), or take the renderer 'role_colon'"
+                )
+        return text if self._reader is None else expanded(text, messages, self._reader)
+
+    def _writes_strings(self) -> bool:
+        """Whether the template writes contents that are a text; some that see take lists of parts alone."""
+        from jinja2 import TemplateError
+
+        try:
+            said = [{"role": "user", "content": _PROBE}]
+            return _PROBE in str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **self._settings))
+        except (TemplateError, TypeError):
+            return False
 
     def _find_end_of_turn(self) -> str:
         """The special token that the template writes after an assistant's content."""
         conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         after = self._text(conversation, generation=False).partition(_PROBE)[2]
         special = set(self.tokenizer.all_special_ids) | {int(i) for i in self.tokenizer.added_tokens_decoder}
-        for token in self.encode(after):
+        for token in self._encode(after):
             if token in special:
                 return str(self.tokenizer.convert_ids_to_tokens(token))
         raise UserError(
@@ -93,9 +178,9 @@ class ChatTemplateRenderer(Renderer):
         """Where in `text` the model's own writing of message `index` begins and ends (after its end-of-turn mark)."""
         prompt = self._text(messages[:index], generation=True)
         begin = len(prompt) if text.startswith(prompt) else self._begin_of_content(text, messages, index)
-        content = messages[index].get("content")
-        at = text.find(content.strip(), begin) if isinstance(content, str) else -1
-        after = at + len(content.strip()) if at >= 0 and isinstance(content, str) else begin
+        content = messages[index]["content"].strip()
+        at = text.find(content, begin)
+        after = at + len(content) if at >= 0 else begin
         end = text.find(self._end_of_turn, after)
         if end < 0:
             mark, there = self._end_of_turn, text[begin:][:80]

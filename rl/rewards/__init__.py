@@ -1,18 +1,34 @@
-"""Rewards: text to score. Names and settings are in `registry`, built-ins in `text` and `maths`, safe running in `scorer`."""
+"""Rewards: text to score. Names and settings are in `registry`, built-ins in `text`, `maths`, `code`, ...; `scorer` runs them."""
 
-from rl.rewards import maths, text
-from rl.rewards.registry import Reward, RewardResult, register_reward, registered_rewards, resolve_reward
-from rl.rewards.scorer import PendingScore, Score, Scorer
+from rl.rewards import code, countdown, maths, style, text
+from rl.rewards.calls import Episode, RewardResult, Turn
+from rl.rewards.files import load_file
+from rl.rewards.guarded import GuardedProgram
+from rl.rewards.pending import PendingScore, RewardsLost, Score
+from rl.rewards.registry import Reward, register_reward, registered_rewards, resolve_reward
+from rl.rewards.scorer import Scorer
+from rl.rewards.styles import CONVERSATION
+from rl.rewards.workers import environment_of_rewards
 
 __all__ = [
+    "CONVERSATION",
+    "Episode",
+    "GuardedProgram",
     "PendingScore",
     "Reward",
     "RewardResult",
+    "RewardsLost",
     "Score",
     "Scorer",
+    "Turn",
+    "load_file",
+    "code",
+    "environment_of_rewards",
+    "countdown",
     "maths",
     "register_reward",
     "registered_rewards",
     "resolve_reward",
+    "style",
     "text",
 ]

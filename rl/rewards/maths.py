@@ -11,40 +11,53 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl.rewards.registry import RewardResult, register_reward
+from rl.rewards.calls import RewardResult
+from rl.rewards.registry import register_reward
 from rl.rewards.text import expected_answer
 
 _BOXED = ("\\boxed", "\\fbox")
+_BARE = re.compile(r"\\(?:boxed|fbox) *([^\s{}$\\.,;]+)")  # \boxed 5, \boxed5: so some of MATH's solutions have it
 _NUMBER = re.compile(r"(?<![\w)}.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")  # no sign after an operand: x-1
 _OPERATORS = ("+", "-", "*", "/", "^", "_")
 _FORMULA = re.compile(r"\\(?:d?frac|sqrt|times|cdot|div|pi)")
+_HASHES = re.compile(r"(?<!#)####(?!#)")  # GSM8K's mark; a longer run of # is a rule or noise
 _MAX_TAIL = 500  # characters of a response without a marked answer that are searched: parsing is slow and grows with length
 
 
 def _last_boxed(text: str) -> tuple[int, str] | None:
-    """Position and content of the last \\boxed{...} whose braces close, or None. One pass: time goes with the length."""
+    """Position and content of the last \\boxed{...} whose braces close (or \\boxed 5), or None. Time goes with the length."""
     open_braces: list[tuple[int, bool]] = []  # position, whether \\boxed stands before it
     best: tuple[int, int] | None = None
     for match in re.finditer(r"[{}]", text):
         position = match.start()
         if match.group() == "{":
-            open_braces.append((position, text.endswith(_BOXED, max(0, position - 6), position)))
+            before = text[max(0, position - 9) : position].rstrip(" ")  # \boxed {5} as well
+            open_braces.append((position, before.endswith(_BOXED)))
         elif open_braces:
             start, boxed = open_braces.pop()
             if boxed and (best is None or start > best[0]):
                 best = start, position
+    bare = next(iter([*_BARE.finditer(text)][-1:]), None)
+    if bare is not None and (best is None or bare.start() > best[0]):
+        return bare.start(), bare.group(1)
     return None if best is None else (best[0], text[best[0] + 1 : best[1]].strip())
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last whole \\boxed{...} (or \\fbox), braces within it included, or of \\boxed 5; None where it is empty."""
+    boxed = _last_boxed(text)
+    return (boxed[1] or None) if boxed is not None else None
 
 
 def marked_answer(response: str) -> str | None:
     """The answer that the response marks with \\boxed{} or "####"; None where it marks none (an empty one is none)."""
     boxed = _last_boxed(response)
-    hashes = response.rfind("####")
+    hashes = max((match.end() for match in _HASHES.finditer(response)), default=-1)
     if boxed is not None and boxed[0] > hashes:
         return boxed[1] or None
     if hashes < 0:
         return None
-    lines = response[hashes + 4 :].strip().splitlines()
+    lines = response[hashes:].strip().splitlines()
     return lines[0].strip() if lines else None
 
 

@@ -1,7 +1,9 @@
 """Rewards by name: `register_reward` puts a function into the registry, `resolve_reward` finds or imports one.
 
-A reward is `fn(prompt: str, response: str, meta: dict | None) -> float | RewardResult`. Settings are keyword arguments after
-these three; a class is registered as a factory: its `__init__` takes the settings, its instances are the rewards.
+A reward is `fn(prompt: str, response: str, meta: dict | None) -> float | RewardResult | None` (None: not applicable), or an `async def`
+of these. Settings are keyword arguments after these three; a class is registered as a factory: its `__init__` takes the settings, its
+instances are the rewards. A batched one gets lists of the three and returns a list; one of episodes gets (episode, meta); one with a
+parameter `completions` gets TRL's lists. See rl.rewards.calls and rl.rewards.styles.
 """
 
 from __future__ import annotations
@@ -9,30 +11,34 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
-import sys
+import time
 import warnings
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, TypeVar
 
 from rl.errors import UserError
+from rl.rewards.calls import (
+    Episode,
+    Item,
+    Kind,
+    RewardResult,
+    arguments,
+    as_result,
+    call_together,
+    kind_of,
+    mark_kind,
+)
+from rl.rewards.combined import Combined, caught
+from rl.rewards.files import load_file
+from rl.rewards.styles import adapted, settings_of_lists, takes_lists
 
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """A reward together with figures to log, e.g. {"correct": 1.0, "format": 0.0}."""
-
-    reward: float
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +53,27 @@ _REGISTRY: dict[str, _Entry] = {}
 
 
 def register_reward(
-    name: str, *, replace: bool = False, needs: Sequence[str] = (), bounded: bool = False
+    name: str,
+    *,
+    replace: bool = False,
+    needs: Sequence[str] = (),
+    bounded: bool = False,
+    batched: bool = False,
+    episode: bool = False,
 ) -> Callable[[F], F]:
     """Decorator: makes a reward function, or a class of rewards, available as `name`.
 
     A taken name is an error unless `replace` is set, the same function is registered again (a module reloaded), or the name is
     a built-in's (a warning says so). `needs` names modules that a worker imports before its first item. `bounded=True` promises
     that the function ends by itself within milliseconds, whatever the response: it then runs in the training process.
+    `batched=True`: called once for many answers, fn(prompts, responses, metas) -> a reward for each. `episode=True`: called as
+    fn(episode, meta) with the whole `Episode`, all its turns (lists of both where it is batched as well).
     """
     if not name or ":" in name:
         raise UserError(f"a reward's name is not empty and holds no ':' (that is for 'module:object'), got {name!r}")
 
     def decorate(target: F) -> F:
+        mark_kind(target, Kind(batched, episode))
         builtin = target.__module__.startswith("rl.rewards.")
         old = _REGISTRY.get(name)
         if old is not None and not replace and _qualified_name(old.target) != _qualified_name(target):
@@ -84,39 +99,98 @@ def registered_rewards() -> list[str]:
 class Reward:
     """A resolved reward with its settings bound. Calling it gives the float; `evaluate` keeps the metrics.
 
-    `bounded`: ends by itself (see `register_reward`). `needs`: modules to import before the first call.
+    `bounded`: ends by itself (see `register_reward`). `needs`: modules to import before the first call. `together`: answers are
+    best scored many in one call, `evaluate_many` (a batched function, a coroutine). `episode`: it sees whole episodes.
     It can be pickled wherever its function can be imported by name.
     """
+
+    together: bool
+    episode: bool
+    limit: float | None = None  # seconds for each coroutine, from the scorer that runs it
 
     def __init__(self, name: str, function: RewardFunction, *, needs: tuple[str, ...] = (), bounded: bool = False):
         self.name = name
         self.function = function
         self.needs = needs
-        self.bounded = bounded
+        self.kind = kind_of(function)
+        parts: Sequence[Reward] = function.rewards() if isinstance(function, Combined) else ()
+        self.together: bool = self.kind.batched or self.kind.awaits or any(part.together for part in parts)
+        self.episode: bool = self.kind.episode or any(part.episode for part in parts)
+        self.bounded = bounded and not self.together
 
-    def evaluate(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def evaluate(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None, episode: Episode | None = None
+    ) -> RewardResult:
         """The reward and its metrics. Raises TypeError where the function returned no number; NaN and infinity pass."""
-        value = self.function(prompt, response, meta)
-        result = value if isinstance(value, RewardResult) else RewardResult(value)
-        metrics = {key: _number(figure, f"metric {key!r}") for key, figure in result.metrics.items()}
-        return RewardResult(_number(result.reward, "reward"), metrics)
+        item = (prompt, response, meta, episode)
+        if self.together:
+            (found,) = self.evaluate_many([item], self.limit)
+            if isinstance(found, BaseException):
+                raise found
+            return found
+        begin = time.perf_counter()
+        if isinstance(self.function, Combined):
+            return as_result(self.function.evaluate(item))
+        result = as_result(self.function(*arguments(self.kind, item)))
+        return self._timed(result, time.perf_counter() - begin)
+
+    def evaluate_many(self, items: Sequence[Item], limit: float | None = None) -> list[RewardResult | BaseException]:
+        """The result of each item, or the exception that it raised. `limit`: seconds that each coroutine may take."""
+        if self.together and isinstance(self.function, Combined):
+            return self.function.evaluate_many(items, limit)
+        begin, found = time.perf_counter(), []
+        if not self.together:
+            return [caught(self.evaluate, *item) for item in items]
+        for value in call_together(self.function, self.kind, items, limit):
+            found.append(value if isinstance(value, BaseException) else caught(as_result, value))
+        seconds = (time.perf_counter() - begin) / max(1, len(items))
+        return [one if isinstance(one, BaseException) else self._timed(one, seconds) for one in found]
+
+    def _timed(self, result: RewardResult, seconds: float) -> RewardResult:
+        return replace(result, seconds={**result.seconds, self.short_name: seconds})
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it cannot do without, as far as its signature says."""
+        return tuple(getattr(self.function, "columns", ()))
+
+    @property
+    def short_name(self) -> str:
+        """As metrics name it: of "module:function" the function."""
+        return self.name.rpartition(":")[2]
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> float:
         return self.evaluate(prompt, response, meta).reward
+
+    def parts(self) -> Iterator[Reward]:
+        """The rewards that it is made of: itself, where it is none of several."""
+        if isinstance(self.function, Combined):
+            for part in self.function.rewards():
+                yield from part.parts()
+        else:
+            yield self
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether a part of it runs answers as programs, in a sandbox."""
+        return any(isinstance(part.function, Starts) for part in self.parts())
+
+    def begin(self) -> None:
+        """Called once where it is to run, before its first item: what it starts there is not on an item's time."""
+        for part in self.parts():
+            if isinstance(part.function, Starts):
+                part.function.begin()
 
     def __repr__(self) -> str:
         return f"Reward({self.name!r})"
 
 
-class Combined(ABC):
-    """A reward made of rewards."""
+class Starts(ABC):
+    """A reward that starts something of its own where it runs."""
 
     @abstractmethod
-    def rewards(self) -> Sequence[Reward]:
-        """The parts."""
-
-    @abstractmethod
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult: ...
+    def begin(self) -> None:
+        """Start it. Raises UserError where it cannot be."""
 
 
 class _FileFunction:
@@ -124,10 +198,13 @@ class _FileFunction:
 
     def __init__(self, path: str, attribute: str, settings: Mapping[str, Any]):
         self.address = (path, attribute, dict(settings))
-        self.function = _bind(f"{path}:{attribute}", _attribute(_load_file(path), attribute, f"{path}:{attribute}"), settings)
+        self.function = _bind(f"{path}:{attribute}", _attribute(load_file(path, "reward"), attribute, f"{path}:{attribute}"), settings)
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None) -> Any:
-        return self.function(prompt, response, meta)
+        mark_kind(self, kind_of(self.function))
+        self.columns = tuple(getattr(self.function, "columns", ()))
+
+    def __call__(self, *given: Any) -> Any:
+        return self.function(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _FileFunction, self.address
@@ -167,20 +244,17 @@ def _qualified_name(target: Callable[..., Any]) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
-def _number(value: Any, what: str) -> float:
-    if not isinstance(value, SupportsFloat):  # numbers, also numpy's and torch's; not text
-        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); a number or a RewardResult is expected")
-    return float(value)
-
-
 def _settings_of(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """The parameters that are settings: all of a class's, those after (prompt, response, meta) of a function."""
+    """The parameters that are settings: all of a class's, those after (prompt, response, meta) or (episode, meta) of a function."""
     parameters = list(inspect.signature(target).parameters.values())
     if isinstance(target, type):
         yield from parameters
         return
+    if takes_lists(target):
+        yield from settings_of_lists(target)
+        return
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rest = [p for p in parameters if p.kind in positional][3:]
+    rest = [p for p in parameters if p.kind in positional][kind_of(target).leading :]
     yield from rest
     yield from (p for p in parameters if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD))
 
@@ -199,8 +273,9 @@ def _bind(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) ->
     if missing:
         raise UserError(f"reward {name!r} needs the setting {', '.join(map(repr, missing))}: {listing}")
     if isinstance(target, type):
-        return target(**settings)
-    return functools.partial(target, **settings) if settings else target
+        made = target(**settings)
+        return made if isinstance(made, Combined) else adapted(name, made)
+    return adapted(name, functools.partial(target, **settings) if settings else target)
 
 
 def _from_address(spec: str, settings: Mapping[str, Any]) -> RewardFunction:
@@ -229,22 +304,3 @@ def _attribute(module: ModuleType, dotted: str, spec: str) -> Callable[..., Any]
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"reward {spec!r}: {dotted!r} is no callable there; {hint}it has {', '.join(here) or 'none'}")
     return found
-
-
-def _load_file(path: str) -> ModuleType:
-    """The module of a .py file, executed once per process and kept under a name of its own."""
-    name = f"whetstone_file_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if not Path(path).is_file():
-        raise UserError(f"reward file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # true of every .py path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickles in it look themselves up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # boundary: the user's module
-        del sys.modules[name]
-        raise UserError(f"reward file {path} failed to load: {type(error).__name__}: {error}") from error
-    return module

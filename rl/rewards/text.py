@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rl.errors import UserError
-from rl.rewards.registry import Combined, Reward, RewardResult, register_reward, resolve_reward
+from rl.rewards.calls import Item, RewardResult
+from rl.rewards.combined import Combined, PartFailed
+from rl.rewards.registry import Reward, register_reward, resolve_reward
 
 
 def expected_answer(meta: Mapping[str, Any] | None) -> str:
@@ -112,8 +114,10 @@ class Composite(Combined):
     """sum of weight * reward over `weights` {spec: weight}; `settings` {spec: {...}} are the parts' own settings.
 
     Metrics: each part's reward under its name, its own metrics under their names (those of two parts must not meet).
-    A part that fails fails the whole.
+    A part that fails fails the whole, and is named. A part that returns None does not apply: the others are the sum.
     """
+
+    leaves_out = True
 
     def __init__(self, *, weights: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]] | None = None):
         settings = settings or {}
@@ -129,12 +133,17 @@ class Composite(Combined):
     def rewards(self) -> list[Reward]:
         return [part for part, _ in self.parts]
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
-        total, metrics = 0.0, {}
-        for part, weight in self.parts:
-            result = part.evaluate(prompt, response, meta)
+    def put_together(self, item: Item, results: Sequence[RewardResult | None]) -> RewardResult:
+        total = 0.0
+        metrics: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        if all(result is None for result in results):
+            raise PartFailed("in none of its parts: every one returned None, not applicable")
+        for (part, weight), result in zip(self.parts, results, strict=True):
+            if result is None:
+                continue
             total += weight * result.reward
-            name = part.name.rpartition(":")[2]  # of "module:function" the function
-            for key, value in {name: result.reward, **result.metrics}.items():
-                metrics[key if key not in metrics else f"{name}/{key}"] = value
-        return RewardResult(total, metrics)
+            seconds |= result.seconds
+            for key, value in {part.short_name: result.reward, **result.metrics}.items():
+                metrics[key if key not in metrics else f"{part.short_name}/{key}"] = value
+        return RewardResult(total, metrics, seconds)

@@ -2,41 +2,51 @@
 
 A worker answers one `Reply` to each item, in order, as soon as it is there, so its owner can time every item.
 The process is a fresh interpreter, not a fork (forks of a process with threads or CUDA hang) and not multiprocessing's spawn
-(which runs the user's script again): it imports the reward's module alone.
+(which runs the user's script again): it imports the reward's module alone. It runs under a guard (rl.rewards.guard), which ends
+all that it started; what it sends is read as data (rl.rewards.frames); it gets the named part of the environment alone.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import fnmatch
+import json
 import os
 import pickle
 import queue
+import re
+import secrets
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import traceback
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from rl.rewards.registry import Reward, RewardResult
-
-Item = tuple[str, str, Mapping[str, Any] | None]  # prompt, response, meta
+from rl.plain import plain_text, says
+from rl.rewards import guard
+from rl.rewards.calls import Item
+from rl.rewards.frames import MAX_REPLY, READY, BadReply, Frames, Reply, as_data, decode_reply, frame
+from rl.rewards.printed import from_this_thread
+from rl.rewards.registry import Reward
+from rl.rewards.serving import evaluate_items
 
 _START_SECONDS = 120.0  # to import the reward's module, which may be heavy; the time limit of an item starts after it
+_SEND_SECONDS = 30.0  # for a worker that is idle to take its items
+_END_SECONDS = guard.END_SECONDS + 2.0  # for a guard to end; one that does not is killed, and what it guarded is looked for
 
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What came of one item: a result, or a failure ("error" | "nan") and its description."""
-
-    result: RewardResult | None
-    failure: str | None = None
-    error: str | None = None
+# What a reward may need to find its libraries and files. Keys and tokens have other names; more are handed over by name.
+ENVIRONMENT = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME",
+    "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD", "OMP_*", "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR",
+)  # fmt: skip
 
 
 class WorkerDied(Exception):
@@ -44,19 +54,15 @@ class WorkerDied(Exception):
 
 
 class WorkerFailedToStart(Exception):
-    """The reward could not be set up in the worker."""
+    """The worker could not be started, or the reward not be set up in it."""
 
 
-def evaluate_item(reward: Reward, item: Item) -> Reply:
-    """Run the reward; whatever the user's code raises becomes the reply, with the line that raised it."""
-    try:
-        result = reward.evaluate(*item)
-    except (Exception, SystemExit) as error:  # boundary: the user's code
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        return Reply(None, "error", f"raised {type(error).__name__}: {error} (at {line.filename}:{line.lineno})")
-    if not isfinite(result.reward):
-        return Reply(None, "nan", f"returned {result.reward}")
-    return Reply(result)
+def environment_of_rewards(names: Sequence[str] = ()) -> dict[str, str]:
+    """The part of this process's environment that a reward's worker gets: ENVIRONMENT and `names` (patterns with * both)."""
+    wanted = (*ENVIRONMENT, *names)
+    found = {name: value for name, value in os.environ.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)}
+    # Workers are many and small: a thread pool for linear algebra in each would only fight over the cores; the GPU is the trainer's.
+    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **found}
 
 
 class Worker(ABC):
@@ -68,7 +74,7 @@ class Worker(ABC):
 
     @abstractmethod
     def receive(self, timeout: float) -> Reply:
-        """The next reply. Raises TimeoutError after `timeout` seconds, WorkerDied."""
+        """The next reply. Raises TimeoutError after `timeout` seconds, WorkerDied, BadReply."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -78,18 +84,29 @@ class Worker(ABC):
 class ThreadWorker(Worker):
     """A daemon thread: sees the caller's objects, but one that hangs can only be abandoned, and goes on using its core."""
 
-    def __init__(self, reward: Reward):
-        self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+    def __init__(self, reward: Reward, printed: Callable[[bytes], None]):
+        self._printed = printed
+        self._inbox: queue.SimpleQueue[Sequence[Item] | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, args=(reward,), name=f"reward {reward.name}", daemon=True).start()
+        self._together = reward.together
+        try:
+            threading.Thread(target=self._serve, args=(reward,), name=f"reward {reward.name}", daemon=True).start()
+        except RuntimeError as error:
+            raise WorkerFailedToStart(f"its thread did not start ({error})") from error
 
     def _serve(self, reward: Reward) -> None:
-        while (item := self._inbox.get()) is not None:
-            self._outbox.put(evaluate_item(reward, item))
+        while (items := self._inbox.get()) is not None:
+            with from_this_thread(self._printed):
+                replies = evaluate_items(reward, items)
+                for _ in items:
+                    try:
+                        self._outbox.put(as_data(next(replies)))
+                    except BaseException as error:  # boundary: the user's code raised what is meant to end a process
+                        self._outbox.put(Reply(None, "error", f"raised {says(error)}"))
 
     def send(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._inbox.put(item)
+        for part in [items] if self._together else [[item] for item in items]:
+            self._inbox.put(part)
 
     def receive(self, timeout: float) -> Reply:
         try:
@@ -107,107 +124,184 @@ class ThreadWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """A fresh interpreter in a session of its own; `stop` kills it and what it started. Linux: it dies with its parent."""
+    """A fresh interpreter in a session of its own, and its guard; `stop` ends it and all it started. It ends with its owner.
 
-    def __init__(self, reward: Reward):
-        read_items, write_items = os.pipe()
-        read_replies, write_replies = os.pipe()
-        # Signals that ask a run to stop may reach all its processes (a scheduler's do), and it needs its rewards to finish the step.
-        # Handlers that do nothing, since what a reward starts would inherit SIG_IGN.
-        code = (
-            "import signal, sys; [signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]; "
-            f"sys.path[:] = {sys.path!r}; from rl.rewards.workers import serve; "
-            f"serve({read_items}, {write_replies}, {os.getpid()})"
-        )
-        # Workers are many and small: a thread pool for linear algebra in each would only fight over the cores.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=(read_items, write_replies),
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        os.close(read_items)
-        os.close(write_replies)
-        self._items = Connection(write_items, readable=False)
-        self._replies = Connection(read_replies, writable=False)
+    `environment`: all that it gets. `printed`: called with pieces of what the reward prints.
+    """
+
+    def __init__(self, reward: Reward, environment: Mapping[str, str], printed: Callable[[bytes], None]):
+        self._printed, self._last_words = printed, b""
+        self._nonce, self._mark = secrets.token_hex(16), secrets.token_hex(16)
+        self._pid: int | None = None  # of the process that runs the reward, from its first message
+        self._answered = READY
+        self._ended = False
+        self._frames = Frames(MAX_REPLY)
         try:
-            self._items.send_bytes(pickle.dumps(reward))
-            ready = self._receive(_START_SECONDS)
-        except (OSError, WorkerDied, TimeoutError) as error:
+            self._start({**environment, guard.MARK: self._mark})
+        except OSError as error:
+            raise WorkerFailedToStart(f"its worker process did not start ({says(error)})") from error
+        try:
+            self._write(frame(pickle.dumps((self._nonce, pickle.dumps(reward)))), _START_SECONDS)
+            self._reply(READY, _START_SECONDS)  # before it runs any code of the user's
+            ready = self._reply(READY, _START_SECONDS)
+        except TimeoutError as error:
+            self._fail(f"not ready after {_START_SECONDS:.0f} s", error)
+        except BadReply as error:
+            self._fail(f"what it sent is no reply: {error}", error)
+        except (OSError, WorkerDied) as error:
+            self._fail(self._end(), error)
+        if ready.error is not None:
             self.stop()
-            why = f"not ready after {_START_SECONDS:.0f} s" if isinstance(error, TimeoutError) else self._end()
-            raise WorkerFailedToStart(f"its worker process did not start ({why})") from error
-        if ready is not None:
-            self.stop()
-            raise WorkerFailedToStart(str(ready))
+            raise WorkerFailedToStart(ready.error)
+
+    def _fail(self, why: str, cause: Exception) -> NoReturn:
+        self.stop()
+        raise WorkerFailedToStart(f"its worker process did not start ({why})") from cause
+
+    def _start(self, environment: Mapping[str, str]) -> None:
+        pairs: list[socket.socket] = []
+        try:
+            for _ in range(2):
+                pairs += socket.socketpair()
+            self._channel, theirs, self._life, guards = pairs
+            said = guards.fileno()
+            words = [sys.executable, "-P", str(Path(guard.__file__)), str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+            self._process = subprocess.Popen(
+                words,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except BaseException:
+            for end in pairs:
+                end.close()
+            raise
+        theirs.close()
+        guards.close()
+        for ours in (self._channel, self._life):
+            ours.setblocking(False)
+        self._poller = select.poll()
+        self._poller.register(self._channel, select.POLLIN)
+        self._poller.register(self._life, select.POLLIN)
 
     def send(self, items: Sequence[bytes]) -> None:
         try:
-            self._items.send_bytes(pickle.dumps(list(items)))
+            self._write(frame(pickle.dumps(list(items))), _SEND_SECONDS)
+        except TimeoutError:
+            raise WorkerDied(f"it took no items for {_SEND_SECONDS:g} s") from None
         except OSError as error:
             raise WorkerDied(self._end()) from error
 
     def receive(self, timeout: float) -> Reply:
-        reply = self._receive(timeout)
-        assert isinstance(reply, Reply)
+        reply = self._reply(self._answered + 1, timeout)
+        self._answered += 1
         return reply
 
-    def _receive(self, timeout: float) -> object:
+    def _write(self, message: bytes, seconds: float) -> None:
+        """Raises TimeoutError where the worker does not read, another OSError where it has ended."""
+        left, deadline = memoryview(message), time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._channel, select.POLLOUT)
+        while left:
+            try:
+                left = left[self._channel.send(left) :]
+            except BlockingIOError:
+                if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError from None
+
+    def _reply(self, number: int, timeout: float) -> Reply:
+        deadline = time.monotonic() + timeout
+        while (payload := self._frames.next()) is None:
+            if self._ended:
+                raise WorkerDied(self._end())
+            self._wait(max(0.0, deadline - time.monotonic()))
+        reply, self._pid = decode_reply(payload, number, self._pid, self._nonce)
+        return reply
+
+    def _wait(self, seconds: float) -> None:
+        """Until something came from the worker or its guard. Raises TimeoutError."""
+        events = self._poller.poll(1000 * seconds)
+        if not events:
+            raise TimeoutError
+        for fd, _ in events:
+            if not (self._hear() if fd == self._channel.fileno() else self._listen()):
+                self._ended = True
+        if self._ended:  # what it sent before counts
+            _drain(self._channel, self._hear)
+
+    def _hear(self) -> bool:
+        """Reads replies. False where the worker has ended."""
         try:
-            if not self._replies.poll(timeout):
-                raise TimeoutError
-            return self._replies.recv()
-        except (EOFError, ConnectionError) as error:
-            raise WorkerDied(self._end()) from error
+            data = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:  # it ended with items unread
+            return False
+        self._frames.feed(data)
+        return bool(data)
+
+    def _listen(self) -> bool:
+        """Reads what the reward printed. False where the guard has ended."""
+        try:
+            data = self._life.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._last_words = (self._last_words + data)[-guard.LAST_BYTES :]
+        if data:
+            self._printed(data)
+        return bool(data)
 
     def _end(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, in words, and what it said last."""
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return "it closed its pipe but runs on"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        _drain(self._life, self._listen)
+        lines = self._last_words.decode(errors="replace").strip().splitlines()
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]  # as a traceback ends, before what may follow
+        said = f", it last printed: {plain_text((errors or lines)[-1].strip(), 300)}" if lines else ""
+        return (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}") + said
 
     def stop(self) -> None:
+        """As in `Worker`. Takes seconds only where something evades; twice does nothing more."""
+        self._channel.close()
+        self._life.close()  # the guard hears this, and ends everything
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it and all it started have ended
-        self._process.wait()
-        self._items.close()
-        self._replies.close()
+            code = self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is None or code < 0:  # it may have been killed or stopped itself, by a reward that knows what it is
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Kills what a guard left: by ancestry where it still is (nobody adopts what is below it), by mark where it is gone."""
+        for _ in range(3):  # what was forked while we looked
+            guarded = [] if self._process.poll() is not None else guard.descendants(self._process.pid)
+            for pid in {*guarded, *guard.marked(self._mark)} - {os.getpid()}:
+                guard.kill(pid)
+        if self._process.poll() is None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it: nothing more can be done
+                self._process.wait(timeout=5.0)
 
 
-def serve(read_items: int, write_replies: int, parent: int) -> None:
-    """The worker process: receives the reward, says None when ready (or why it is not), then answers lists of items."""
-    # What a reward starts must not hold our pipes: their end is how either side learns that the other one died.
-    os.set_inheritable(read_items, False)
-    os.set_inheritable(write_replies, False)
-    _die_with(parent)
-    items, replies = Connection(read_items, writable=False), Connection(write_replies, readable=False)
+def _drain(stream: socket.socket, read: Callable[[], bool]) -> None:
+    """Reads what is there already of a stream whose sender has ended (bounded: somebody else may go on sending)."""
+    poller = select.poll()  # select itself takes no descriptor above 1023
+    poller.register(stream, select.POLLIN)
+    for _ in range(64):
+        if not poller.poll(0) or not read():
+            return
+
+
+def _signal_name(number: int) -> str:
     try:
-        reward = pickle.loads(items.recv_bytes())
-        for module in reward.needs:
-            __import__(module)
-    except Exception as error:  # boundary: the user's module
-        replies.send(f"its worker process could not load it ({type(error).__name__}: {error})")
-        return
-    replies.send(None)
-    while True:
-        try:
-            batch = pickle.loads(items.recv_bytes())
-        except EOFError:
-            return  # the parent closed the scorer, or is gone
-        for item in batch:
-            replies.send(evaluate_item(reward, pickle.loads(item)))
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; elsewhere than on Linux do without."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

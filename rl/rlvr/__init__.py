@@ -6,12 +6,11 @@
 A thin face over the clients and the methods: what it computes is theirs.
 """
 
+from rl.clients import LoRAConfig, ServiceClient, TrainingConfig
 from rl.rewards import register_reward, resolve_reward
 from rl.rlvr.algorithms import PPO, REINFORCE, Algorithm, UpdateResult
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
 from rl.rlvr.rollouts import RolloutSampler, ScoredTrajectory, TrajectoryBatch
-from rl.service import ServiceClient
-from rl.training_config import LoRAConfig, TrainingConfig
 
 __all__ = [
     "PPO",

@@ -11,22 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from rl.advantages import batch_normalised
+from rl.credit import batch_normalised, gaps, kl_metrics
 from rl.errors import UserError
-from rl.kl import gaps, kl_metrics
-from rl.methods.base import Models, Progress
-from rl.methods.grpo import PolicyGradient, PolicyGradientSettings
-from rl.methods.ppo import Ppo, PpoOptions, PpoSettings
-from rl.methods.reinforce import ReinforceSettings
+from rl.judges import BaseScorer, FrozenScorer, check_vocabulary
+from rl.methods import Models, PolicyGradient, PolicyGradientSettings, Ppo, PpoOptions, PpoSettings, Progress, ReinforceSettings
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
 from rl.rlvr.rollouts import TrajectoryBatch
-from rl.scoring import BaseScorer, FrozenScorer, check_vocabulary
 from rl.settings import KlSettings, LoopSettings, OptimSettings, SamplingSettings, ShapingSettings
 from rl.types import Datum
 
 if TYPE_CHECKING:
-    from rl.sampling_client import SamplingClient
-    from rl.training_client import TrainingClient
+    from rl.clients import SamplingClient, TrainingClient
 
 Config = TypeVar("Config", REINFORCEConfig, PPOConfig)
 

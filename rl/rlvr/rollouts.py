@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl.environments import ProblemGroupBuilder
-from rl.episodes import Trajectory, TrajectoryGroup
+from rl.episodes import Trajectory, TrajectoryGroup, rollout
 from rl.errors import UserError
 from rl.renderers import Renderer, get_renderer
-from rl.rollout import rollout
 from rl.seeds import derive_seed
 from rl.types import Problem, SamplingParams
 
 if TYPE_CHECKING:
-    from rl.sampling_client import SamplingClient
-    from rl.training_client import TrainingClient
+    from rl.clients import SamplingClient, TrainingClient
 
 
 @dataclass(slots=True)

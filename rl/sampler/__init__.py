@@ -1,15 +1,37 @@
 """In-process generation: an engine with continuous batching over a decoder with a KV cache.
 
-    decoder = make_decoder(model)
-    engine = Engine(decoder, eos_token_ids=(2,), kv_cache_tokens=100_000, max_rows=512)
-    engine.add(Request(prompt=[1, 5, 7], num_samples=8, params=SamplingParams(max_tokens=64), seed=0, problem=3))
-    responses = engine.run()
+decoder = make_decoder(model)
+engine = Engine(decoder, eos_token_ids=(2,), kv_cache_tokens=100_000, max_rows=512)
+engine.add(Request(prompt=[1, 5, 7], num_samples=8, params=SamplingParams(max_tokens=64), seed=0, problem=3))
+responses = engine.run()
 """
 
+from rl.sampler.attention import without_cudnn
 from rl.sampler.decoder import Decoder
+from rl.sampler.decoder_fast import check_supported
 from rl.sampler.engine import Engine
+from rl.sampler.engine_paged import PagedEngine
+from rl.sampler.lengths import length_switch
 from rl.sampler.make import make_decoder
+from rl.sampler.precision import frozen_matrices, lower_frozen_
 from rl.sampler.prompt_logprobs import score
-from rl.sampler.requests import Counters, Finished, Request
+from rl.sampler.requests import Request
+from rl.sampler.routed import RoutedEngine, note_experts
+from rl.sampler.weights import Unsupported
 
-__all__ = ["Counters", "Decoder", "Engine", "Finished", "Request", "make_decoder", "score"]
+__all__ = [
+    "Decoder",
+    "Engine",
+    "PagedEngine",
+    "Request",
+    "RoutedEngine",
+    "Unsupported",
+    "check_supported",
+    "frozen_matrices",
+    "length_switch",
+    "lower_frozen_",
+    "make_decoder",
+    "note_experts",
+    "score",
+    "without_cudnn",
+]

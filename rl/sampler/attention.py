@@ -110,6 +110,14 @@ def _band(
     )
 
 
+def without_cudnn() -> None:
+    """For this process: scaled_dot_product_attention never goes through cuDNN, which torch puts first on Hopper.
+
+    cuDNN builds a graph for every shape, tens of milliseconds of the host each; here the key length grows with every step.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
     """q [B, M, D] times k [B, L, D] transposed, in float32 also for half precision: the softmax would feel their rounding."""
     if q.dtype == torch.float32:

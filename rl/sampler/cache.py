@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from rl.types import PlacedImage
 
 # Called with (first position, logits [positions, V]), slice after slice, as a prompt is read.
 LogitsReader = Callable[[int, Tensor], None]
@@ -32,10 +35,14 @@ def compaction(keep: np.ndarray) -> np.ndarray:
 class DecodeState(abc.ABC):
     """The running batch of one engine, as the decoder sees it. Lengths are numpy int64: [prompts] and [rows]."""
 
+    decoder: Any  # whose weights it decodes with; another version of them may take its place between two steps
+
     def __init__(self) -> None:
         self.prompt_lengths = np.zeros(0, np.int64)
         self.prompt_of_row = np.zeros(0, np.int64)
         self.response_lengths = np.zeros(0, np.int64)  # tokens fed so far, so one less than tokens drawn
+        self._prompt_experts: list[np.ndarray] = []  # where experts are noted: [tokens, B * K] of each prompt,
+        self._row_experts: list[list[np.ndarray]] = []  # and [B * K] of each token of each row's response
 
     @abc.abstractmethod
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
@@ -46,21 +53,51 @@ class DecodeState(abc.ABC):
         """Make room for a batch of this size; the running one moves along."""
 
     @abc.abstractmethod
-    def prefill(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None]) -> Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> Tensor:
         """Read new prompts into the slots after the present ones. Logits of the last positions back, [prompts, V].
 
         A prompt whose reader is not None has the logits of all its positions shown to it, in slices.
+        `images`: of each prompt, where any has some (see `Decoder.check_images`).
         """
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
         """Add rows after the present ones, each with an empty response to the prompt in the given slot."""
         self.prompt_of_row = np.concatenate([self.prompt_of_row, prompt_of_row])
         self.response_lengths = np.concatenate([self.response_lengths, np.zeros(len(prompt_of_row), np.int64)])
+        self._row_experts += [[] for _ in prompt_of_row]
         self._rows_changed()
+
+    def experts(self, row: int) -> np.ndarray | None:
+        """Those that the tokens of a row went to, prompt and response, [tokens fed, B * K]; None where they are not noted."""
+        if not self._prompt_experts:
+            return None
+        prompt = self._prompt_experts[self.prompt_of_row[row]]
+        return np.concatenate([prompt, *(step[None] for step in self._row_experts[row])])
+
+    def _note_experts(self, found: np.ndarray | None) -> None:
+        """Of the tokens of one step, [N, 1, B * K]."""
+        if found is not None:
+            for row, experts in zip(self._row_experts, found[:, 0], strict=True):
+                row.append(experts)
 
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> Tensor:
         """Feed each row its last token; logits [rows, V] for its next."""
+
+    extends = False  # whether `keep_row` and `extend` are there
+
+    def keep_row(self, row: int) -> None:
+        """A new prompt after the present ones: what a row has read and been fed. There is room for it (`reserve`)."""
+        raise NotImplementedError
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Reads these tokens at the end of the prompts in these slots. Logits of the last positions back, [slots, V]."""
+        raise NotImplementedError
 
     def leave(self, row_source: np.ndarray, prompt_source: np.ndarray) -> None:
         """Keep the rows and prompts of the sources, in that order (see `compaction`)."""
@@ -71,6 +108,9 @@ class DecodeState(abc.ABC):
         self.prompt_lengths = self.prompt_lengths[prompt_source]
         self.prompt_of_row = new_slot[self.prompt_of_row[row_source]]
         self.response_lengths = self.response_lengths[row_source]
+        self._row_experts = [self._row_experts[row] for row in row_source]
+        if self._prompt_experts:
+            self._prompt_experts = [self._prompt_experts[slot] for slot in prompt_source]
         self._rows_changed()
 
     def _rows_changed(self) -> None:  # noqa: B027  (a hook; most states need nothing)

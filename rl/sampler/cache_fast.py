@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rl.sampler.attention import Band, attention, make_bands, shared_attention
 from rl.sampler.cache import DecodeState, LogitsReader
 from rl.sampler.cpu_kernels import CpuKernels
-
-if TYPE_CHECKING:
-    from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.forward_fast import FastForward
+from rl.types import PlacedImage
 
 Read = Callable[[int, Tensor], Tensor]
 
@@ -45,7 +44,7 @@ class FastState(DecodeState):
     `joint` [2, N, K, T, D] holds both, the prompt's positions first, where prompts and rows are allocated one to one.
     """
 
-    def __init__(self, decoder: FastDecoder, kv_cache_tokens: int):
+    def __init__(self, decoder: FastForward, kv_cache_tokens: int):
         super().__init__()
         self.decoder = decoder
         self.budget = kv_cache_tokens
@@ -96,7 +95,12 @@ class FastState(DecodeState):
             self.prompt_kv[layer], self.row_kv[layer] = prompt, row
         self.joint = joint
 
-    def prefill(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None]) -> Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> Tensor:
         first = len(self.prompt_lengths)
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
@@ -109,6 +113,44 @@ class FastState(DecodeState):
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
         return logits_PV
+
+    extends = True
+
+    def keep_row(self, row: int) -> None:
+        slot, prompt = len(self.prompt_lengths), int(self.prompt_of_row[row])
+        length, written = int(self.prompt_lengths[prompt]), int(self.response_lengths[row])
+        for block, rows in zip(self.prompt_kv, self.row_kv, strict=True):
+            block[:, slot, :, :length] = block[:, prompt, :, :length]
+            block[:, slot, :, length : length + written] = rows[:, row, :, :written]
+        self.prompt_lengths = np.append(self.prompt_lengths, length + written)
+        self._bands = None
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """All at once, padded on the right: their keys and values are written where they belong, and read with what is there."""
+        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
+        counts = torch.tensor([len(one) for one in tokens])
+        longest = int(counts.max())
+        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens]).to(device)
+        start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
+        position_BT = start_B[:, None] + torch.arange(longest)
+        end = int((start_B + counts).max())
+        b, t = (index.to(device) for index in torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True))
+        slot_B, position_BT = torch.tensor(list(slots)).to(device), position_BT.to(device)
+        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]  # [B, 1, T, positions]
+        repeat = a.heads // a.key_heads
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            block = self.prompt_kv[layer]
+            for which, new in enumerate((k, v)):
+                block[which, slot_B[b], :, position_BT[b, t]] = new[b, t]
+            keys, values = (block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1))
+            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
+
+        hidden = decoder.forward(ids, decoder.rope(position_BT, int(start_B.max()) + longest), attend)
+        self.prompt_lengths = self.prompt_lengths.copy()
+        self.prompt_lengths[list(slots)] += counts.numpy()
+        self._bands = None
+        return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)]).float()
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         if self.decoder.cpu_kernels is not None:

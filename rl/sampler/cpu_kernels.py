@@ -70,7 +70,7 @@ class CpuKernels:
     ) -> Tensor:
         """Norms and rotates the step's queries and keys, stores keys and values at `written_N`, attends. [N, H * D].
 
-        `norm_qk` [2 D] (None: no norms), `rope` [2, positions, D] (see `FastDecoder.rope`), `prompt_kv` [2, P, K, T, D] and
+        `norm_qk` [2 D] (None: no norms), `rope` [2, positions, D] (see `FastForward.rope`), `prompt_kv` [2, P, K, T, D] and
         `row_kv` [2, N or more, K, T, D], of any strides for slots and heads.
         """
         key_heads, width = row_kv.shape[2], row_kv.shape[4]

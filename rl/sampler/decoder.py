@@ -6,10 +6,14 @@ import abc
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rl.images import without_reader
 from rl.sampler.cache import DecodeState, LogitsReader
+from rl.sampler.lengths import LengthSwitch
+from rl.types import PlacedImage
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -17,12 +21,15 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 class Decoder(abc.ABC):
     """A copy of a model's weights that generates; training the model does not change it.
 
-    `vocab_size` is the width of its logits, `max_positions` the number of positions it can be fed (None: unbounded).
+    `vocab_size` is the width of its logits, `max_positions` the number of positions it can be fed (None: unbounded),
+    `length_switch` where its rotary frequencies change with the length (None: nowhere), `dtype` that of its matrices.
     """
 
     vocab_size: int
     max_positions: int | None
+    length_switch: LengthSwitch | None = None
     device: torch.device
+    dtype: torch.dtype
 
     @abc.abstractmethod
     def load_(self, named_tensors: NamedTensors) -> None:
@@ -40,15 +47,34 @@ class Decoder(abc.ABC):
         """An empty batch to decode in, whose cache is to stay within the budget (the engine sees to it; see `cost`)."""
 
     @abc.abstractmethod
-    def read_prompts(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader]) -> None:
-        """Show the logits of every position of each prompt to its reader; nothing is kept."""
+    def read_prompts(
+        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> None:
+        """Show the logits of every position of each prompt to its reader; nothing is kept. `images`: of each prompt, where any has some."""
+
+    def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        """Raises UserError for images that this decoder cannot read."""
+        if images:
+            raise without_reader("this sampler")
 
 
-def prompt_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def check_length(decoder: Decoder, prompt: int, wanted: int) -> None:
+    """ValueError where a sequence of `wanted` tokens that starts with `prompt` of them has no one set of rotary frequencies."""
+    switch = decoder.length_switch
+    if switch is not None and (most := switch.most(prompt)) is not None and wanted > most:
+        raise ValueError(switch.refusal(prompt, wanted))
+
+
+def prompt_batches(lengths: Sequence[int], max_tokens: int, sees: Sequence[bool] | np.ndarray = ()) -> list[list[int]]:
     """Prompts cut into batches for padding to their longest: similar lengths together, at most `max_tokens` padded tokens.
+
+    `sees`: which have images; these are batches of their own.
 
     Each batch's shortest is at least three quarters of its longest (or within 16 tokens), so little of it is padding.
     """
+    if any(sees):
+        sides = [[i for i in range(len(lengths)) if bool(sees[i]) == side] for side in (False, True)]
+        return [[own[i] for i in batch] for own in sides for batch in prompt_batches([lengths[i] for i in own], max_tokens)]
     batches: list[list[int]] = []
     longest = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,50 +1,51 @@
-"""Generation with any HF causal LM through its own forward and a DynamicCache. Slower than `decoder_fast`, and its yardstick.
-
-Rows of unequal length are padded on the left, masked, and given explicit positions; rows enter and leave by rebuilding the
-batch.
-Shapes: P prompts, N rows, H key heads, L cached positions, D head width.
-"""
+"""Generation with any HF causal LM through its own forward. Slower than `decoder_fast`, and its yardstick."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
+from rl.errors import UserError
+from rl.images import without_reader
 from rl.sampler.cache import DecodeState, LogitsReader
+from rl.sampler.cache_padded import PaddedState
+from rl.sampler.cache_plain import EqualState, RecomputeState
+from rl.sampler.cache_slots import SlotState
 from rl.sampler.decoder import Decoder, NamedTensors, prompt_batches
+from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
+from rl.sampler.precision import LOW, cast_
 from rl.sampler.weights import refuse_change_of_shared
+from rl.types import PlacedImage
 
-_PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
 
-
-class HFDecoder(Decoder):
+class HFDecoder(HFForward, Decoder):
     """A frozen copy of a HF causal LM (PEFT-wrapped or not), which runs in its own code."""
 
     def __init__(self, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None):
-        self._init_from(copy.deepcopy(model), {name for name, p in model.named_parameters() if p.requires_grad})
-        self.model.to(device=device, dtype=dtype)
-        self.device = next(self.model.parameters()).device
+        twin = copy.deepcopy(model).to(device=device)
+        if dtype in LOW:
+            cast_(twin, dtype)
+        elif dtype is not None:
+            for parameter in twin.parameters():
+                parameter.data = parameter.data.to(dtype)
+        self._init_from(twin, {name for name, p in model.named_parameters() if p.requires_grad})
+
+    @classmethod
+    def around(cls, model: Any) -> HFDecoder:
+        """A decoder that reads the model's own weights, to try the model out: made quickly, not to be kept."""
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+        decoder = cls.__new__(cls)
+        decoder._init_from(copy.deepcopy(model, memo), set())
+        return decoder
 
     def _init_from(self, model: Any, trainable: set[str]) -> None:
-        self.model = model.eval().requires_grad_(False)
-        inner = _unwrapped(model)
-        if inner.config._attn_implementation == "flash_attention_2":  # it takes no mask of left-padded prompts and a cache
-            inner.set_attn_implementation("sdpa")
+        self._read_model(model)
         self.trainable = trainable
         self.shares_frozen = False
-        config = model.config.get_text_config()
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.max_positions = getattr(config, "max_position_embeddings", None)
-        forward = inspect.signature(_unwrapped(model).forward).parameters
-        self._takes_positions = "position_ids" in forward
-        self._takes_logits_to_keep = "logits_to_keep" in forward
-        self.device = next(model.parameters()).device
 
     def load_(self, named_tensors: NamedTensors) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -63,133 +64,42 @@ class HFDecoder(Decoder):
         frozen = {id(p): p for name, p in self.model.named_parameters() if name not in self.trainable}
         other = HFDecoder.__new__(HFDecoder)
         other._init_from(copy.deepcopy(self.model, memo=dict(frozen)), self.trainable)
+        other.plan = self.plan
+        other.notes_experts = self.notes_experts
         self.shares_frozen = other.shares_frozen = bool(frozen)
         return other
 
-    def new_state(self, kv_cache_tokens: int) -> HFState:
-        return HFState(self)
+    def new_state(self, kv_cache_tokens: int) -> DecodeState:
+        kinds: dict[str, Callable[[HFDecoder], DecodeState]] = {
+            "padded": PaddedState, "slots": SlotState, "equal": EqualState, "recompute": RecomputeState,
+        }  # fmt: skip
+        return kinds[self.plan.rows](self)
 
-    def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last_only: bool) -> Tensor:
-        """Logits [batch, positions or 1, V]."""
-        extra: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
-        if last_only and self._takes_logits_to_keep:
-            extra["logits_to_keep"] = 1
-        logits = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra).logits
-        return logits[:, -1:] if last_only else logits
-
-    def read_prompts(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader]) -> None:
-        for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
-            self.forward_prompts([prompts[i] for i in batch], [readers[i] for i in batch])
-
-    def forward_prompts(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None]) -> tuple[Tensor, Any]:
-        """Left-padded forward of a few prompts: logits of the last positions [P, V] and the filled cache."""
-        from transformers import DynamicCache
-
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[i, longest - len(prompt) :] = 1
-        positions = (mask.cumsum(-1) - 1).clamp_min(0).to(self.device)
-        cache = DynamicCache()
-        wanted = any(reader is not None for reader in readers)
-        logits = self.forward(ids.to(self.device), mask.to(self.device), positions, cache, last_only=not wanted)
-        for i, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
-            if reader is not None:
-                reader(0, logits[i, longest - len(prompt) :])
-        return logits[:, -1].float(), cache
-
-
-def _unwrapped(model: Any) -> Any:
-    """The HF model inside a PEFT wrapper, whose own forward takes only *args and **kwargs."""
-    return model.get_base_model() if type(model).__module__.startswith("peft.") else model
-
-
-class HFState(DecodeState):
-    """Per layer the keys and values of each prompt, and a left-padded batch of the running rows."""
-
-    def __init__(self, decoder: HFDecoder):
-        super().__init__()
-        self.decoder = decoder
-        self.prompts: list[list[tuple[Tensor, Tensor]]] = []  # [prompt][layer] of [H, L, D]
-        self.rows: list[tuple[Tensor, Tensor]] = []  # [layer] of [N, H, L, D], the newest token last
-
-    def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
-        return prompts * longest_prompt + rows * (longest_prompt + longest_response)
-
-    def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Nothing to do: a DynamicCache grows by itself, within the cost."""
-
-    def prefill(self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None]) -> Tensor:
-        logits: list[Tensor] = [torch.empty(0)] * len(prompts)
-        kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
-        for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
-            last, cache = self.decoder.forward_prompts([prompts[i] for i in batch], [readers[i] for i in batch])
+    def read_prompts(
+        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> None:
+        sees = [bool(images and images[i]) for i in range(len(prompts))]
+        for batch in self._reading_batches([len(prompt) for prompt in prompts], sees):
+            placed = [images[i] for i in batch] if images else ()
+            logits = self.plain_forward([prompts[i] for i in batch], last_only=False, images=placed)
             for row, i in enumerate(batch):
-                logits[i] = last[row]
-                start = cache.get_seq_length() - len(prompts[i])
-                kept[i] = [(keys[row, :, start:], values[row, :, start:]) for keys, values in _layers(cache)]
-        self.prompts.extend(kept)
-        self.prompt_lengths = np.concatenate([self.prompt_lengths, [len(prompt) for prompt in prompts]]).astype(np.int64)
-        return torch.stack(logits)
+                readers[i](0, logits[row, : len(prompts[i])])
 
-    def lengths(self) -> np.ndarray:
-        """Cached positions of each row, prompt and response."""
-        return self.prompt_lengths[self.prompt_of_row] + self.response_lengths
-
-    def enter(self, prompt_of_row: np.ndarray) -> None:
-        before = len(self.prompt_of_row)
-        super().enter(prompt_of_row)
-        longest = int(self.lengths().max())
-        old, self.rows = self.rows, []
-        for layer, (key, value) in enumerate(self.prompts[prompt_of_row[0]]):
-            pair = []
-            for which, like in enumerate((key, value)):
-                heads, _, width = like.shape
-                merged = like.new_zeros(len(self.prompt_of_row), heads, longest, width)
-                if before:
-                    merged[:before, :, longest - old[layer][which].shape[2] :] = old[layer][which]
-                for prompt in np.unique(prompt_of_row):
-                    source = self.prompts[prompt][layer][which]
-                    rows = torch.from_numpy(before + np.flatnonzero(prompt_of_row == prompt)).to(like.device)
-                    merged[rows, :, longest - source.shape[1] :] = source
-                pair.append(merged)
-            self.rows.append((pair[0], pair[1]))
-
-    def decode(self, tokens: np.ndarray) -> Tensor:
-        from transformers import DynamicCache
-
-        device = self.decoder.device
-        lengths = torch.from_numpy(self.lengths())
-        cached = self.rows[0][0].shape[2]
-        mask = (torch.arange(cached + 1) >= cached - lengths[:, None]).long().to(device)
-        cache = DynamicCache(self.rows)
-        ids = torch.from_numpy(tokens)[:, None].to(device)
-        logits = self.decoder.forward(ids, mask, lengths[:, None].to(device), cache, last_only=True)
-        self.rows = _layers(cache)
-        self.response_lengths += 1
-        return logits[:, -1]
-
-    def _move_rows(self, source: np.ndarray) -> None:
-        if not len(source):
-            self.rows = []
+    def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        if not images:
             return
-        longest = int(self.lengths()[source].max())
-        index = torch.from_numpy(source).to(self.decoder.device)
-        self.rows = [(keys[index, :, -longest:], values[index, :, -longest:]) for keys, values in self.rows]
+        if self.reader is None:
+            raise without_reader(self.name)
+        if self.plan.rows != "padded":
+            raise UserError(f"{self.name} is sampled with rows {self.plan.rows} here, which takes no images: train it on text alone")
 
-    def _move_prompts(self, source: np.ndarray) -> None:
-        self.prompts = [self.prompts[slot] for slot in source]
-
-
-def _layers(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer, [batch, heads, positions, width]."""
-    layers = [(layer.keys, layer.values) for layer in cache.layers]
-    for keys, _ in layers:
-        if not isinstance(keys, Tensor) or keys.dim() != 4:
-            raise NotImplementedError(
-                "this model keeps more than keys and values of attention between tokens (a recurrent or sliding layer, say), "
-                "which the sampler does not support; use an attention-only causal LM"
-            )
-    return layers
+    def _reading_batches(self, lengths: Sequence[int], sees: Sequence[bool]) -> Iterator[list[int]]:
+        """Batches to be padded on the right. Where frequencies change at a length, none has sequences on both sides of it."""
+        if self.plan.reading == "equal":
+            yield from self.equal_batches(lengths)
+            return
+        switch = self.length_switch
+        for beyond in (False, True):
+            side = [i for i, length in enumerate(lengths) if (switch is not None and length > switch.at) == beyond]
+            for batch in prompt_batches([lengths[i] for i in side], PREFILL_TOKENS, [sees[i] for i in side]):
+                yield [side[i] for i in batch]

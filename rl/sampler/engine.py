@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from rl.sampler.cache import compaction
+from rl.sampler.conversations import Conversations
 from rl.sampler.decoder import Decoder
+from rl.sampler.jobs import Job, Prompt, tokens_to_draw
 from rl.sampler.prompt_logprobs import PromptReader
 from rl.sampler.requests import Counters, Finished, Request
 from rl.sampler.rows import Rows
@@ -25,36 +27,12 @@ from rl.sampler.token_sampling import RowSettings, draw, row_settings
 from rl.types import SampledSequence, SampleResponse
 
 
-@dataclass(slots=True)
-class _Job:
-    """A request on its way. `max_tokens` is resolved; `entered` samples have a row or are done; `left` have not ended."""
-
-    request_id: int
-    request: Request
-    max_tokens: int
-    stop_row: int
-    stop_strings: tuple[str, ...]
-    key: tuple  # requests with equal keys share their prompt
-    left: int
-    entered: int = 0
-    sequences: list[SampledSequence | None] = field(default_factory=list)
-    reader: PromptReader | None = None
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt in the cache: the logits after its last token, and what was read of its own tokens."""
-
-    key: tuple
-    logits_V: Tensor
-    reader: PromptReader | None
-
-
-class Engine:
+class Engine(Conversations):
     """Samples from a decoder within a budget of `kv_cache_tokens` (positions held in the cache) and `max_rows` rows at once.
 
     `eos_token_ids` is the union of what tokenizer and generation config name. `tokenizer` is needed for stop strings alone.
-    `max_context` bounds the tokens fed, prompt and response, and is by default the model's own limit.
+    `max_context` bounds the tokens fed, prompt and response, and is by default the model's own limit. `version`: of the decoder's
+    weights, which samples carry. Requests may be added, and the weights changed, between any two steps.
     """
 
     def __init__(
@@ -65,11 +43,13 @@ class Engine:
         max_context: int | None = None,
         kv_cache_tokens: int = 262_144,
         max_rows: int = 1024,
+        version: int = 0,
     ):
         limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
         if min(kv_cache_tokens, max_rows, *limits) < 1:
             raise ValueError(f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: at least 1 each")
         self.decoder = decoder
+        self.version = version
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
         self.max_context = min(limits) if limits else None
         self.kv_cache_tokens = kv_cache_tokens
@@ -78,9 +58,9 @@ class Engine:
         self._stop_strings = StopStrings(tokenizer) if tokenizer is not None else None
         self._stops = StopTable(decoder.vocab_size)
         self._state = decoder.new_state(kv_cache_tokens)
-        self._waiting: deque[_Job] = deque()
-        self._jobs: dict[int, _Job] = {}  # running, by id
-        self._prompts: list[_Prompt] = []  # by slot of the state
+        self._waiting: deque[Job] = deque()
+        self._jobs: dict[int, Job] = {}  # running, by id
+        self._prompts: list[Prompt] = []  # by slot of the state
         self._next_id = 0
         self._rows = Rows()
         self._settings: RowSettings | None = None
@@ -90,54 +70,39 @@ class Engine:
     def add(self, request: Request) -> int:
         """Queue a request; its id back. Errors name what can never fit, before any work is done."""
         prompt = [int(token) for token in request.prompt]
-        params = request.params
+        params, begun = request.params, request.begun.tokens if request.begun is not None else []
         if not prompt:
             raise ValueError("the prompt is empty; a model needs at least one token to go on from (its BOS, say)")
         if min(prompt) < 0 or max(prompt) >= self.decoder.vocab_size:
             raise ValueError(f"prompt tokens lie in [0, {self.decoder.vocab_size}), got {min(prompt)} to {max(prompt)}")
+        self.decoder.check_images(prompt, request.images)
         if request.num_samples < 1:
             raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
-        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        if begun and request.num_samples != 1:
+            raise ValueError(f"a request that has begun is of one sample, got num_samples={request.num_samples}")
+        max_tokens = tokens_to_draw(self, self._state, len(prompt), params.max_tokens)
         condition = stop_condition(params.stop, self.eos_token_ids)
         if condition.strings and self._stop_strings is None:
             raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer: give the engine one, or stop at ids")
-        job = _Job(
+        job = Job(
             request_id=self._next_id,
             request=request,
             max_tokens=max_tokens,
             stop_row=self._stops.row(condition),
             stop_strings=condition.strings,
-            key=(tuple(prompt), request.include_prompt_logprobs, request.topk_prompt_logprobs),
+            key=((*prompt, *begun), request.include_prompt_logprobs, request.topk_prompt_logprobs, tuple(request.images)),
             left=request.num_samples,
+            begun=len(begun),
             sequences=[None] * request.num_samples,
         )
         self._next_id += 1
         self._waiting.append(job)
         return job.request_id
 
-    def _max_tokens(self, prompt: int, max_tokens: int | None) -> int:
-        """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the context."""
-        if max_tokens is None:
-            if self.max_context is None:
-                raise ValueError("max_tokens=None goes up to the context limit, and the model has none: set one of the two")
-            max_tokens = max(self.max_context + 1 - prompt, 0)
-        if self.max_context is not None and prompt + max(max_tokens, 1) - 1 > self.max_context:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the context of {self.max_context} tokens: "
-                "shorten the prompt, lower max_tokens, or raise max_context up to the model's own limit"
-            )
-        cost = self._state.cost(1, prompt, 1, max_tokens - 1)
-        if cost > self.kv_cache_tokens:
-            raise ValueError(
-                f"one sample of a {prompt}-token prompt with max_tokens={max_tokens} takes {cost} tokens of KV cache, "
-                f"kv_cache_tokens is {self.kv_cache_tokens}: raise kv_cache_tokens or lower max_tokens"
-            )
-        return max_tokens
-
     def run(self) -> list[SampleResponse]:
         """Step until everything queued has finished; the responses in the order they were added."""
         finished: list[Finished] = []
-        while self._waiting or self._jobs:
+        while self.busy:
             finished.extend(self.step())
         return [done.response for done in sorted(finished, key=lambda done: done.request_id)]
 
@@ -167,19 +132,28 @@ class Engine:
         if not self._waiting or len(self._rows) >= self.max_rows:
             return []
         slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
-        readings: list[_Job] = []
-        entering: list[tuple[_Job, int]] = []  # job, samples
+        readings: list[Job] = []
+        going_on: list[tuple[Job, int]] = []  # of conversations in the cache, with their slots
+        entering: list[tuple[Job, int]] = []  # job, samples
         rows = len(self._rows)
         longest_prompt = int(self._state.prompt_lengths.max(initial=0))
         longest_response = int(self._rows["max_tokens"].max(initial=1)) - 1
         while self._waiting:
             job = self._waiting[0]
             fresh = job.key not in slots
-            shape = (max(longest_prompt, len(job.key[0])), max(longest_response, job.max_tokens - 1))
-            count = self._how_many(job, len(slots) + fresh, shape[0], rows, shape[1])
+            job.shares = job.shares or not (fresh or job.entered)
+            shape = (max(longest_prompt, len(job.key[0])), max(longest_response, job.max_tokens - 1 - job.begun))
+            kept = self._kept(job) if fresh else None
+            count = self._how_many(job, len(slots) + (fresh and kept is None), shape[0], rows, shape[1])
             if count == 0:
+                if not entering and self._forget_conversations():
+                    return self._admit()
                 break
-            if fresh:
+            if kept is not None:
+                going_on.append((job, kept))
+                del slots[self._prompts[kept].key]
+                slots[job.key], self._prompts[kept].key = kept, job.key
+            elif fresh:
                 slots[job.key] = len(slots)
                 readings.append(job)
             longest_prompt, longest_response = shape
@@ -197,10 +171,11 @@ class Engine:
         needed = (len(slots), longest_prompt, rows, longest_response)
         self._state.reserve(*needed)
         self.counters.peak_cache_tokens = max(self.counters.peak_cache_tokens, self._state.cost(*needed))
+        self._extend(going_on)
         self._prefill(readings)
         return [self._enter([(job, slots[job.key], count) for job, count in entering])]
 
-    def _how_many(self, job: _Job, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+    def _how_many(self, job: Job, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
         """How many of the job's waiting samples fit now."""
         count = min(job.request.num_samples - job.entered, self.max_rows - rows)
         low, high = 0, count  # the cost grows with the rows: bisect
@@ -210,7 +185,7 @@ class Engine:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _prefill(self, jobs: list[_Job]) -> None:
+    def _prefill(self, jobs: list[Job]) -> None:
         """Read the prompts of these jobs, one each."""
         if not jobs:
             return
@@ -218,13 +193,14 @@ class Engine:
         for job in jobs:
             wanted = job.request.include_prompt_logprobs or job.request.topk_prompt_logprobs > 0
             readers.append(PromptReader(job.key[0], topk=job.request.topk_prompt_logprobs) if wanted else None)
-        logits_PV = self._state.prefill([job.key[0] for job in jobs], [reader.read if reader else None for reader in readers])
+        images = {"images": [job.request.images for job in jobs]} if any(job.request.images for job in jobs) else {}
+        logits_PV = self._state.prefill([job.key[0] for job in jobs], [reader.read if reader else None for reader in readers], **images)
         for job, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):
-            self._prompts.append(_Prompt(job.key, logits_V, reader))
+            self._prompts.append(Prompt(job.key, logits_V, reader))
             self.counters.prefill_tokens += len(job.key[0])
         self.counters.prefill_prompts += len(jobs)
 
-    def _enter(self, entering: list[tuple[_Job, int, int]]) -> Tensor:
+    def _enter(self, entering: list[tuple[Job, int, int]]) -> Tensor:
         """Give the samples rows; their first logits back, [new rows, V]."""
         requests = [job.request for job, _, _ in entering]
         self._rows.enter(
@@ -241,7 +217,11 @@ class Engine:
             top_k=[request.params.top_k for request in requests],
             top_p=[request.params.top_p for request in requests],
         )
+        first = len(self._rows) - sum(count for _, _, count in entering)
         for job, slot, count in entering:
+            if job.request.begun is not None and job.begun:
+                self._rows.go_on(first, job.request.begun)
+            first += count
             self._jobs[job.request_id] = job
             job.reader = self._prompts[slot].reader
             job.entered += count
@@ -283,34 +263,87 @@ class Engine:
             return []
         gone = np.flatnonzero(ended)
         finished: list[Finished] = []
-        lists = self._rows.responses(gone)
+        lists, switch = self._rows.responses(gone), self.decoder.length_switch
         owners = zip(gone.tolist(), self._rows["job"][gone].tolist(), self._rows["sample"][gone].tolist(), lists, strict=True)
         for row, job_id, sample, (tokens, logprobs) in owners:
             job = self._jobs[job_id]
-            job.sequences[sample] = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
+            sequence = self._labelled(row, SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length"))
+            sequence.temperature = job.request.params.temperature
+            sequence.beyond = switch is not None and len(job.request.prompt) > switch.at
+            job.sequences[sample] = sequence
+            self._keep(row, job, tokens)
             job.left -= 1
             self.counters.emitted_tokens += len(tokens)
             if job.left == 0:
                 finished.append(self._finish(job))
         self.counters.finished_samples += len(gone)
+        self._leave(ended)
+        return finished
+
+    def _labelled(self, row: int, sequence: SampledSequence) -> SampledSequence:
+        """With the version of the weights that drew it: the oldest, and each token's where there are several."""
+        versions = self._rows.versions(row, self.version)
+        sequence.version = min(versions, default=self.version)
+        sequence.versions = versions if len(set(versions)) > 1 else None
+        return sequence
+
+    def _leave(self, ended: np.ndarray) -> None:
         source = compaction(~ended)
         self._rows.keep(source)
         self._settings = None
         used = np.zeros(len(self._prompts), np.bool_)
         used[self._state.prompt_of_row[source]] = True
+        used |= np.array([prompt.conversation is not None for prompt in self._prompts], np.bool_)
         if self._waiting and self._waiting[0].entered:  # its other samples still want their prompt
             used |= np.array([prompt.key == self._waiting[0].key for prompt in self._prompts], np.bool_)
         prompt_source = compaction(used)
         self._prompts = [self._prompts[slot] for slot in prompt_source]
         self._state.leave(source, prompt_source)
-        return finished
 
-    def _finish(self, job: _Job) -> Finished:
+    # -------------------------------------------------------------------------------------- between two steps
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._jobs)
+
+    @torch.inference_mode()
+    def change_weights(self, decoder: Decoder, version: int) -> None:
+        """What is drawn from now on is of `decoder`. Running rows keep what they have read; prompts of new rows are read anew."""
+        self._rows.now_of(self.version)
+        self._forget_conversations()
+        self.decoder = self._state.decoder = decoder
+        self.version = version
+        for slot, prompt in enumerate(self._prompts):
+            prompt.key = ("of other weights", slot, prompt.key)
+
+    @torch.inference_mode()
+    def drop(self, request_id: int) -> None:
+        """Forgets a request, whatever has been drawn of it. One that is not there (any more) is none to forget."""
+        self._waiting = deque(job for job in self._waiting if job.request_id != request_id)
+        if self._jobs.pop(request_id, None) is not None:
+            self._leave(self._rows["job"] == request_id)
+
+    def drawn(self) -> dict[int, dict[int, SampledSequence]]:
+        """What running samples have drawn so far, by request and sample, to show on the way; stop_reason says nothing yet."""
+        found: dict[int, dict[int, SampledSequence]] = {}
+        lists = self._rows.responses(np.arange(len(self._rows)))
+        owners = zip(self._rows["job"].tolist(), self._rows["sample"].tolist(), lists, strict=True)
+        for row, (job, sample, (tokens, logprobs)) in enumerate(owners):
+            found.setdefault(job, {})[sample] = self._labelled(row, SampledSequence(tokens, logprobs, "length"))
+        return found
+
+    def unfinished(self) -> list[tuple[int, Request]]:
+        """Every request that has not finished, in the order they were added, with what is drawn of it: another engine may go on.
+
+        Of a request of several samples nothing is kept but what is asked: its samples are drawn again, the same ones.
+        """
+        asked = {job.request_id: job.request for job in (*self._jobs.values(), *self._waiting)}
+        alone = {key: samples[0] for key, samples in self.drawn().items() if asked[key].num_samples == 1}
+        return [(key, replace(asked[key], begun=alone[key]) if key in alone else asked[key]) for key in sorted(asked)]
+
+    def _finish(self, job: Job) -> Finished:
         del self._jobs[job.request_id]
         sequences = [sequence for sequence in job.sequences if sequence is not None]
-        response = SampleResponse(sequences)
-        if job.reader is not None and job.request.include_prompt_logprobs:
-            response.prompt_logprobs = list(job.reader.logprobs)
-        if job.reader is not None and job.request.topk_prompt_logprobs > 0:
-            response.topk_prompt_logprobs = list(job.reader.topk_logprobs)
+        response = SampleResponse(sequences, prompt_cache_hit_tokens=len(job.key[0]) if job.shares else 0)
+        job.say_of_prompt(response)
         return Finished(job.request_id, response)

@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
-from rl.sampler.decoder import Decoder
+from rl.remarks import remark
+from rl.sampler.attention import without_cudnn
+from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
+from rl.sampler.forward_hf import unwrapped
+from rl.sampler.probe import agrees_with, settle
 from rl.sampler.weights import Unsupported
 
 
@@ -17,21 +21,43 @@ def make_decoder(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     kind: str = "auto",
+    weights: NamedTensors | None = None,
 ) -> Decoder:
     """A decoder over a copy of the weights of a HF causal LM, which may be PEFT-wrapped: training the model does not change it.
 
     "fast" is the hand-written decoder of the Llama family, "hf" the model's own forward; "auto" takes the fast one for the
     architectures and features it was proved for. `dtype` (default: the model's) is that of the base weights; adapters keep
-    theirs. Adapters are applied unmerged.
+    theirs. Adapters are applied unmerged. `weights`: all of them, where the model given is a shell whose own mean nothing.
+    The decoder is tried out against the model's plain forward (see `probe`); UserError for a model that cannot be sampled.
     """
+    without_cudnn()
     where = torch.device(device) if device is not None else None
     if kind not in ("auto", "fast", "hf"):
         raise ValueError(f"kind is 'auto', 'fast' or 'hf', got {kind!r}")
-    if kind == "hf":
-        return HFDecoder(model, dtype, where)
+    decoder = None if kind == "hf" else _fast(model, dtype, where, kind)
+    hollow = weights is not None
+    if isinstance(decoder, FastDecoder):
+        if weights is not None:
+            decoder.load_(weights)
+        if hollow or agrees_with(decoder, model):
+            return decoder
+        name = type(unwrapped(model)).__name__
+        said = f"the fast decoder does not give the logits of this {name}'s own forward"
+        if kind == "fast":
+            raise ValueError(f"{said}: use kind='auto' or kind='hf'")
+        remark(f"{said}, so sampling goes through that forward, slower")
+    generic = HFDecoder(model, dtype, where)
+    if weights is not None:
+        generic.load_(weights)
+    settle(generic, None if hollow else model)
+    return generic
+
+
+def _fast(model: Any, dtype: torch.dtype | None, device: torch.device | None, kind: str) -> FastDecoder | None:
+    """The fast decoder; None for a model that it does not know, ValueError where no other was asked for."""
     try:
-        return FastDecoder.from_model(model, dtype, where)
+        return FastDecoder.from_model(model, dtype, device)
     except Unsupported as reason:
         if kind == "fast":
             raise ValueError(f"the fast decoder does not know {reason}; use kind='auto' or kind='hf'") from reason
-        return HFDecoder(model, dtype, where)
+        return None

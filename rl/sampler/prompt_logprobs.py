@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl.sampler.decoder import Decoder
+from rl.sampler.decoder import Decoder, check_length
+from rl.types import PlacedImage
 
 
 class PromptReader:
@@ -42,14 +43,21 @@ class PromptReader:
             self.topk_logprobs.extend(list(zip(ids, lps, strict=True)) for ids, lps in pairs)
 
 
-def score(decoder: Decoder, prompts: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float | None]]:
+def score(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], temperature: float = 1.0, images: Sequence[Sequence[PlacedImage]] = ()
+) -> list[list[float | None]]:
     """The logprob of every token of each sequence given those before it, entry 0 None; under softmax(logits / temperature)."""
     readers = [PromptReader([int(token) for token in prompt], temperature) for prompt in prompts]
+    for prompt, placed in zip(prompts, images, strict=True) if any(images) else ():
+        decoder.check_images(prompt, placed)
     for prompt in prompts:
         if not len(prompt):
             raise ValueError("an empty sequence has no logprobs; leave it out")
         if decoder.max_positions is not None and len(prompt) > decoder.max_positions:
             raise ValueError(f"a sequence of {len(prompt)} tokens exceeds the context of {decoder.max_positions}: shorten it")
+        check_length(decoder, len(prompt) - 1, len(prompt) - 1)
     with torch.inference_mode():
-        decoder.read_prompts([reader.prompt for reader in readers], [reader.read for reader in readers])
+        # The last token predicts nothing and is not fed: so a learner reads the sequence, whose frequencies may hang on its length.
+        seen = {"images": images} if any(images) else {}
+        decoder.read_prompts([reader.prompt[:-1] or reader.prompt for reader in readers], [reader.read for reader in readers], **seen)
     return [reader.logprobs for reader in readers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rl.types import SampleResponse, SamplingParams
+from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,10 @@ class Request:
 
     The random stream of sample i is a function of (seed, problem, first_index + i): requests that should differ differ in one
     of them. `params.seed` is not read here; the caller derives `seed` from it. `include_prompt_logprobs` gives the untempered
-    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position.
+    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position. `begun` (of one sample alone): what is
+    drawn of it already; it goes on after that, from the same random stream. `images`: of the prompt, placed. `conversation`: a name; what
+    this request has read and drawn stays in the cache, as far as there is room, for the next request of that name, which reads what is
+    new alone.
     """
 
     prompt: Sequence[int]
@@ -25,6 +28,9 @@ class Request:
     first_index: int = 0
     include_prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    begun: SampledSequence | None = None
+    images: Sequence[PlacedImage] = ()
+    conversation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +45,15 @@ class Finished:
 class Counters:
     """What was done, in tokens and rows; no clock.
 
-    `prefill_tokens`: prompt tokens read. `decoded_rows`: rows of logits that were turned into a token. `fed_tokens`: rows
-    passed through the model to get such logits (a sample's first comes from the prompt's, so one less a sample).
-    `emitted_tokens`: tokens of finished samples. `peak_cache_tokens`: what the largest batch took of the budget.
+    `prefill_tokens`: prompt tokens read; `kept_tokens`: those that an earlier turn had left in the cache, and were not read.
+    `decoded_rows`: rows of logits that were turned into a token. `fed_tokens`: rows passed through the model to get such logits
+    (a sample's first comes from the prompt's, so one less a sample). `emitted_tokens`: tokens of finished samples.
+    `peak_cache_tokens`: what the largest batch took of the budget.
     """
 
     prefill_tokens: int = 0
     prefill_prompts: int = 0
+    kept_tokens: int = 0
     fed_tokens: int = 0
     decoded_rows: int = 0
     emitted_tokens: int = 0

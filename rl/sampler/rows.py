@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl.sampler.streams import as_uint64, uniforms
+from rl.types import SampledSequence
 
 _UNIFORMS_AHEAD = 8
 _FIELDS: dict[str, Any] = {
@@ -36,6 +37,7 @@ class Rows:
         self._free = np.zeros(0, np.int64)
         self._uniforms: np.ndarray | None = None  # [rows, the next tokens]: drawn ahead, as each call has a fixed cost
         self._ahead = 0  # columns of it that are used up
+        self._until: dict[int, list[tuple[int, int]]] = {}  # by buffer: (tokens, version) of those drawn before the weights changed
 
     def __len__(self) -> int:
         return len(self._fields["job"])
@@ -59,8 +61,34 @@ class Rows:
         new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)
         new["drawn"] = np.zeros(len(within), np.int64)
         new["buffer"] = self._take_buffers(len(within))
+        for buffer in new["buffer"].tolist():
+            self._until.pop(buffer, None)
         self._uniforms = None
         self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
+
+    def go_on(self, row: int, begun: SampledSequence) -> None:
+        """A row that has just entered has drawn these tokens before."""
+        count, buffer = len(begun.tokens), int(self["buffer"][row])
+        if count > self._tokens.shape[1]:
+            self._pad(0, count - self._tokens.shape[1])
+        self._tokens[buffer, :count], self._logprobs[buffer, :count] = begun.tokens, begun.logprobs
+        self._fields["drawn"][row] = count
+        versions = begun.versions or [begun.version or 0] * count
+        ends = [i for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
+        self._until[buffer] = [(end, versions[end - 1]) for end in ends]
+
+    def now_of(self, before: int) -> None:
+        """What every row has drawn since this was last called is of the version `before`."""
+        for buffer, drawn in zip(self["buffer"].tolist(), self["drawn"].tolist(), strict=True):
+            if drawn:
+                self._until.setdefault(buffer, []).append((drawn, before))
+
+    def versions(self, row: int, now: int) -> list[int]:
+        """The version that drew each token of a row; `now`: of the newest."""
+        found: list[int] = []
+        for end, version in [*self._until.get(int(self["buffer"][row]), ()), (int(self["drawn"][row]), now)]:
+            found += [version] * (end - len(found))
+        return found
 
     def _take_buffers(self, count: int) -> np.ndarray:
         missing = count - len(self._free)
@@ -114,6 +142,18 @@ class Rows:
         """Keep the rows of `source`, in that order; the others' buffers are free again."""
         gone = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
         self._free = np.concatenate([self._free, gone])
+        self.reorder(source)
+
+    def park(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields of rows that leave with `reorder` and come back with `unpark`; their buffers stay theirs."""
+        return {name: values[rows] for name, values in self._fields.items()}
+
+    def unpark(self, fields: dict[str, np.ndarray]) -> None:
+        self._uniforms = None
+        self._fields = {name: np.concatenate([self._fields[name], fields[name]]) for name in _FIELDS}
+
+    def reorder(self, source: np.ndarray) -> None:
+        """The rows of `source`, in that order; who else leaves keeps a buffer."""
         self._fields = {name: values[source] for name, values in self._fields.items()}
         if self._uniforms is not None:
             self._uniforms = self._uniforms[source]

@@ -6,6 +6,7 @@ buffer, so that one matmul serves them. Shapes: I inputs, O outputs, R ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rl.sampler.decoder import NamedTensors
+from rl.sampler.precision import linear_fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,30 @@ class Projection:
         self.adapters = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in spec.adapters]
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        return self._adapted(x, F.linear(x, self.weight, self.bias))
+
+    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         if self.lora_a is not None:
             low = F.linear(x.to(self.lora_a.dtype), self.lora_a)
             for b_OR, scale, columns, ranks in self.adapters:
                 y[..., columns] += (F.linear(low[..., ranks], b_OR) * scale).to(y.dtype)
         return y
+
+
+class HeadProjection(Projection):
+    """The output head: logits in float32 also where weights and hidden states are half precision, as a learner's are."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._adapted(x, linear_fp32(x, self.weight, self.bias))
+
+    def first(self, outputs: int) -> HeadProjection:
+        """The first outputs alone, of the same weights."""
+        other = copy.copy(self)
+        other.weight, other.bias = self.weight[:outputs], None if self.bias is None else self.bias[:outputs]
+        other.adapters = [(b_OR[:outputs], scale, columns, ranks) for b_OR, scale, columns, ranks in self.adapters]
+        return other
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,254 @@
+"""Every causal LM of transformers, tiny: does the learner score and train it as it is alone, in each layout, or refuse it by name?
+
+    python bench/architectures.py                        # all of them into bench/results/architectures.csv, half an hour on two cores
+    python bench/architectures.py --only llama gpt_neo   # some; their rows replace those that are there
+
+A row is written after each architecture, which runs in a process of its own with a time limit. Columns:
+    padded packed shared  the learner with that layout, against the plain model on one sequence at a time, unpadded, in float32:
+                  "exact" (logprobs within 1e-4 nats, gradient within 1e-3), "refused: why", or "WRONG: ..."
+    checkpointing the same with gradient checkpointing, padded
+    sampler       samples scored again by the plain model: "exact" (1e-3 nats), "refused: why", or "WRONG: ..."
+    rows          how its rows decode: fast (a hand-written forward), padded, slots, equal, recompute (see rl/sampler/forward_hf.py)
+    layers        what its layers are (rl/layers)
+    lora_left_out the share of the weights that a LoRA on everything leaves without an adapter
+Sequences are 12 to 70 tokens and windows 40. The exit code is 1 if a row says WRONG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from bench.tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
+from rl.errors import UserError  # noqa: E402
+from rl.layers import describe  # noqa: E402
+from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
+from rl.losses.losses import get_loss  # noqa: E402
+from rl.models import load as models  # noqa: E402
+from rl.ranks.launch import make_accelerator  # noqa: E402
+from rl.sampler import Engine, Request, make_decoder  # noqa: E402
+from rl.sampler.decoder_hf import HFDecoder  # noqa: E402
+from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
+
+TABLE = HERE / "results" / "architectures.csv"
+COLUMNS = ["architecture", "class", "attention", "parameters", "padded", "packed", "shared", "checkpointing", "sampler",
+           "rows", "layers", "lora_left_out", "seconds"]  # fmt: skip
+LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
+LAYOUTS = ("padded", "packed", "shared")
+
+
+def sequences() -> list[Datum]:
+    """Three answers to one prompt, two to another, and one by itself; four reach beyond a window."""
+    rng = np.random.default_rng(5)
+
+    def draw(n: int) -> list[int]:
+        return rng.integers(3, VOCAB, n).tolist()
+
+    texts: list[tuple[list[int], int]] = []
+    for prompt, answers in ((draw(24), (20, 8, 46)), (draw(6), (6, 48)), (draw(50), (1,))):
+        texts += [(prompt + draw(n), len(prompt)) for n in answers]
+    found = []
+    for tokens, prompt in texts:
+        weights = np.concatenate([np.zeros(prompt - 1), rng.uniform(0.2, 1.0, len(tokens) - prompt)]).astype(np.float32)
+        found.append(Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}))
+    return found
+
+
+def alone(model: Any, datums: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    """Logprobs of every datum and the gradient of their weighted sum: the plain model, one sequence a forward."""
+    model.zero_grad()
+    logprobs = []
+    for datum in datums:
+        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)
+        logp = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
+        logprobs.append(logp.detach().numpy())
+    return logprobs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
+    """How far the plain model's float32 logprobs are from its own in float64."""
+    exact, _ = alone(models._prepared(copy.deepcopy(model)).double(), datums)
+    return max(float(np.abs(a - b).max()) for a, b in zip(exact, logprobs, strict=True))
+
+
+def loaded_copy(model: Any, name: str) -> models.LoadedModel:
+    return models.LoadedModel(models._prepared(copy.deepcopy(model)), None, f"tiny {name}", ())
+
+
+def judged(model: Any, name: str, datums: list[Datum], truth: Any, accelerator: Any, settings: LearnerSettings) -> str:
+    """A learner's outputs and gradient against the truth, in words."""
+    try:
+        learner = Learner(loaded_copy(model, name), accelerator, settings)
+        outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True)
+    except (UserError, ValueError) as error:
+        return f"refused: {error}"
+    logprobs, gradient = truth
+    worst = max(float(np.abs(outputs[i]["logprobs"] - expected).max()) for i, expected in enumerate(logprobs))
+    square = sum(float((p.grad - gradient[n]).square().sum()) for n, p in learner.trainable.items() if p.grad is not None and n in gradient)
+    missing = [n for n in gradient if learner.trainable[n].grad is None and gradient[n].abs().max() > 0]
+    off = (square / sum(float(g.square().sum()) for g in gradient.values())) ** 0.5
+    if off <= GRADIENT and not missing and (worst <= LOGPROBS or worst <= 4 * rounding(model, datums, logprobs)):
+        return "exact" + ("" if worst <= LOGPROBS else f" ({worst:.1g} nats, as the plain model is from itself in float64)")
+    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}" + (f", none for {missing[:2]}" if missing else "")
+
+
+def sampled(model: Any) -> str:
+    """Samples of two prompts and what they score when the plain model reads them."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(3, VOCAB, n).tolist() for n in (5, 50, 31)]
+    with torch.no_grad():
+        engine = Engine(make_decoder(models._prepared(copy.deepcopy(model))), (), max_context=200)
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=0)
+        for i, prompt in enumerate(prompts):
+            engine.add(Request(prompt=prompt, num_samples=2, params=params, seed=3, problem=i))
+        worst = 0.0
+        for prompt, response in zip(prompts, engine.run(), strict=True):
+            for sequence in response.sequences:
+                ids = torch.tensor([prompt + sequence.tokens])
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+                expected = logits.log_softmax(-1).gather(-1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+                worst = max(worst, float((torch.tensor(sequence.logprobs).double() - expected).abs().max()))
+    return "exact" if worst <= SAMPLED else f"WRONG: {worst:.2g} nats"
+
+
+def rows_of(model: Any) -> str:
+    decoder = make_decoder(copy.deepcopy(model))
+    return decoder.plan.rows if isinstance(decoder, HFDecoder) else "fast"
+
+
+def attempt(work: Callable[[], Any]) -> str:
+    """The table is of models of every kind, in code that nobody here wrote: what they raise is a cell of it."""
+    try:
+        return str(work())
+    except Exception as error:  # noqa: BLE001
+        first = (str(error).strip() or "no text").splitlines()[0]
+        return f"refused: {type(error).__name__}: {first[:160]}"
+
+
+def left_out(model: Any, name: str) -> str:
+    found = models.add_lora(loaded_copy(model, name), LoraConfig(rank=2, seed=0))
+    return f"{found.unadapted:.3f}"
+
+
+def row(name: str) -> dict[str, Any]:
+    """One architecture's row. Raises whatever building the model raises."""
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    model = tiny_model(name)
+    found: dict[str, Any] = {"architecture": name, "class": type(model).__name__, "attention": model.config._attn_implementation,
+                             "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+    datums, accelerator = sequences(), make_accelerator(bf16=False)
+    plain = models._prepared(copy.deepcopy(model))
+    truth: Any = None
+
+    def layout(which: str, checkpointing: bool = False) -> str:
+        nonlocal truth
+        truth = truth or alone(plain, datums)
+        settings = LearnerSettings(token_budget=400, layout=which, gradient_checkpointing=checkpointing)
+        return judged(model, name, datums, truth, accelerator, settings)
+
+    for which in LAYOUTS:
+        found[which] = attempt(lambda which=which: layout(which))
+    found["checkpointing"] = attempt(lambda: layout("padded", checkpointing=True))
+    found["sampler"] = attempt(lambda: sampled(plain))
+    found["rows"] = attempt(lambda: rows_of(plain)) if found["sampler"] == "exact" else ""
+    found["layers"] = str(describe(model))
+    found["lora_left_out"] = attempt(lambda: left_out(model, name))
+    found["seconds"] = round(time.perf_counter() - begin, 1)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- the table
+
+
+def write(rows: dict[str, dict[str, Any]]) -> None:
+    TABLE.parent.mkdir(exist_ok=True)
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in sorted(rows))
+
+
+def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
+    """A row, or one that says how the process ended. Forked, so that what takes seconds to import is there."""
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(name, there))
+    process.start()
+    there.close()
+    try:
+        if here.poll(limit):
+            return here.recv()
+        return {"architecture": name, "class": f"not tried: no row within {limit:g} s"}
+    except EOFError:
+        process.join(10)
+        return {"architecture": name, "class": f"not tried: the process ended with code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_row(name: str, there: Any) -> None:
+    try:
+        there.send(row(name))
+    except Exception as error:  # noqa: BLE001
+        first = (str(error).strip() or "no text").splitlines()[0]
+        there.send({"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"})
+
+
+def warm_up() -> None:
+    """What every row needs, imported: no backward, whose threads do not outlive a fork."""
+    torch.set_num_threads(1)
+    make_accelerator(bf16=False)
+    models.add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))
+
+
+def summary(rows: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for column in ("padded", "packed", "shared", "checkpointing", "sampler"):
+        cells = [row.get(column) or "" for row in rows.values()]
+        counts = {kind: sum(cell.startswith(kind) for cell in cells) for kind in ("exact", "refused", "WRONG")}
+        lines.append(f"{column:14}" + "  ".join(f"{kind} {count}" for kind, count in counts.items()))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    rows: dict[str, dict[str, Any]] = {}
+    if TABLE.is_file():
+        with TABLE.open() as file:
+            rows = {row["architecture"]: row for row in csv.DictReader(file)}
+    warm_up()
+    for name in asked.only or model_types():
+        rows[name] = in_its_own_process(name, asked.limit)
+        write(rows)
+        print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
+    print(summary(rows))
+    sys.exit(any(str(cell).startswith("WRONG") for row in rows.values() for cell in row.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A step's rollouts turn by turn against continuously: wall clock where rewards are slow and episodes uneven, and where neither is.
+
+    python bench/continuous_rollouts.py --out bench/results/continuous_rollouts.csv
+
+Slow: each answer of the environment takes a log-normal time (mean 1 s, sigma 1), episodes have 1 to 12 turns. Instant: the same episodes
+of 12 turns each, and nothing takes any time. Both loops play the same episodes by the same weights and draw the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl import ServiceClient
+from rl.clients import SampleStream
+from rl.episodes import Env, EnvGroupBuilder, StepResult, continuous_rollout, rollout
+from rl.types import ModelInput, SampledSequence, SamplingParams
+
+
+class Later:
+    """A step's outcome that is there after so many seconds: what a reward in another process is."""
+
+    def __init__(self, result: StepResult, seconds: float):
+        self.found, self.at = result, time.monotonic() + seconds
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.at - time.monotonic()))
+
+    def result(self) -> StepResult:
+        self.wait()
+        return self.found
+
+
+class Turns(Env):
+    """An episode of so many turns, each of which takes a time of its own."""
+
+    blocks = False
+
+    def __init__(self, first: ModelInput, seconds: list[float]):
+        self.first, self.seconds, self.read, self.taken = first, seconds, first.to_ints(), 0
+
+    def initial_observation(self) -> Any:
+        return self.first, None
+
+    def step(self, action: SampledSequence) -> StepResult | Later:
+        self.read = [*self.read, *action.tokens, 13]
+        seconds = self.seconds[self.taken]
+        self.taken += 1
+        result = StepResult(1.0, self.taken >= len(self.seconds), ModelInput.from_ints(self.read))
+        return Later(result, seconds) if seconds else result
+
+
+class Group(EnvGroupBuilder):
+    def __init__(self, index: int, seconds: list[list[float]]):
+        self.problem_index, self.seconds, self.first = index, seconds, ModelInput.from_ints([3 + index % 9, 4, 12])
+
+    def make_envs(self) -> list[Turns]:
+        return [Turns(self.first, seconds) for seconds in self.seconds]
+
+
+def episodes(groups: int, size: int, slow: bool, seed: int) -> list[Group]:
+    chance, sigma = random.Random(seed), 1.0
+    found = []
+    for index in range(groups):
+        turns = [chance.randint(1, 12) if slow else 12 for _ in range(size)]
+        found.append(Group(index, [[chance.lognormvariate(-(sigma**2) / 2, sigma) if slow else 0.0 for _ in range(n)] for n in turns]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    params = SamplingParams(max_tokens=6, temperature=1.0, stop=[])
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ServiceClient(output_dir=folder, seed=1) as service:
+        sampler = service.create_full_training_client("tiny:addition", seed=1).save_weights_and_get_sampling_client()
+        for work in ("slow", "instant"):
+            times: dict[str, list[float]] = {"turn by turn": [], "continuous": []}
+            tokens: dict[str, Any] = {}
+            for repeat in range(1 if work == "slow" else args.repeats + 1):
+                for name, how in (("turn by turn", rollout), ("continuous", continuous_rollout)):
+                    more: dict[str, Any] = {} if how is rollout else {"stream_of": SampleStream}
+                    groups = episodes(args.groups, args.size, work == "slow", seed=0)
+                    start = time.perf_counter()
+                    found = how(groups, sampler, params, seed=0, **more)
+                    if repeat or work == "slow":
+                        times[name].append(time.perf_counter() - start)
+                    tokens[name] = [[[t.ac.tokens for t in e.transitions] for e in g.trajectories_G] for g in found.groups]
+            assert tokens["turn by turn"] == tokens["continuous"]
+            before, after = (statistics.median(seconds) for seconds in times.values())
+            rows.append({"work": work, "groups": args.groups, "size": args.size, "turn_by_turn_s": round(before, 3),
+                         "continuous_s": round(after, 3), "times_faster": round(before / after, 3)})  # fmt: skip
+            print(rows[-1])
+    if args.out:
+        with args.out.open("w", newline="") as file:
+            file.write(f"# python {' '.join(sys.argv)}\n")
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""tinker-cookbook's own recipes against serve.py: unmodified files of the package, other settings, local data.
+
+    python bench/cookbook.py --python /path/to/env-with-tinker-cookbook/bin/python [--only rl_loop,sl_loop] [--data DATA]
+
+Makes a working folder in which names of the hub are folders (tokenizers, data sets of DATA), starts a server of tiny models under
+the names that recipes know, runs each recipe for a few steps, and adds a row to bench/results/cookbook.csv: how it ended, in what
+time, and what its metrics.jsonl said last. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
+RESULTS = REPO / "bench" / "results" / "cookbook.csv"
+PACKAGE = "tinker_cookbook.recipes"
+
+SMALL_RL = ["batch_size=4", "group_size=4", "max_steps=2"]
+TRAIN = [f"model_name={STUDENT}", "lora_rank=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]
+MATH = [*TRAIN, "group_size=4", "groups_per_batch=4", "max_tokens=8", "loss_fn=importance_sampling"]
+DISTILL = [*TRAIN, "group_size=2", "max_tokens=16"]
+GAME = [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "max_steps=1", "behavior_if_log_dir_exists=delete"]
+
+# name: (module, settings)
+RECIPES: dict[str, tuple[str, list[str]]] = {
+    "rl_loop": ("rl_loop", [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16", "loss_fn=importance_sampling", "save_every=1"]),
+    "rl_loop cispo": ("rl_loop", [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16", "loss_fn=cispo"]),
+    "rl_loop gspo": ("rl_loop", [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16", "loss_fn=gspo"]),
+    "rl_loop stable_reinforce": ("rl_loop", [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16"]),
+    "sl_loop": ("sl_loop", [f"model_name={STUDENT}", "batch_size=8", "max_length=256", "max_steps=3", "save_every=2"]),
+    "rl_basic": ("rl_basic", [f"model_name={STUDENT}", "max_tokens=16",
+                              "max_steps=2", "loss_fn=importance_sampling"]),
+    "sl_basic": ("sl_basic", [f"model_name={STUDENT}", "max_steps=1"]),
+    "math_rl arithmetic": ("math_rl.train", [*MATH, "env=arithmetic"]),
+    "math_rl gsm8k": ("math_rl.train", [*MATH, "env=gsm8k"]),
+    "math_rl ppo, substeps": ("math_rl.train", [*MATH[:-1], "env=arithmetic", "loss_fn=ppo", "num_substeps=2"]),
+    "math_rl asynchronous": ("math_rl.train", [*MATH, "env=arithmetic", "max_steps_off_policy=1", "max_steps=3"]),
+    "math_rl streaming": ("math_rl.train", [*MATH, "env=arithmetic", "stream_minibatch_config=tinker_cookbook.rl.train:"
+                          "StreamMinibatchConfig", "stream_minibatch_config.groups_per_batch=4",
+                          "stream_minibatch_config.num_minibatches=2"]),
+    "math_rl temperature 0.7": ("math_rl.train", [*MATH, "env=arithmetic", "temperature=0.7", "eval_every=1"]),
+    "math_rl KL reference": ("math_rl.train", [*MATH, "env=arithmetic", "kl_penalty_coef=0.05", "compute_post_kl=True"]),
+    "chat_sl": ("chat_sl.train", [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "eval_every=1", "save_every=1"]),
+    "chat_sl rolling": ("chat_sl.train", [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "rolling_save_every=1"]),
+    "preference dpo": ("preference.dpo.train", [f"model_name={STUDENT}", "dataset=hhh", "batch_size=4", "max_length=256", "max_steps=2",
+                                                "behavior_if_log_dir_exists=delete"]),
+    "preference shorter": ("preference.shorter.train", [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "batch_size=2",
+        "group_size=4", "max_tokens=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]),
+    "distillation on-policy": ("distillation.on_policy_distillation", [*DISTILL, f"teacher_model={TEACHER}", "groups_per_batch=4"]),
+    "distillation several teachers": ("distillation.on_policy_multi_teacher", [*DISTILL, f"deepmath_teacher_model={TEACHER}",
+        f"tulu3_teacher_model={STUDENT}", "deepmath_groups_per_batch=2", "tulu3_groups_per_batch=2"]),
+    "distillation off-policy": ("distillation.off_policy_reasoning", [*TRAIN, "renderer_name=qwen3", "batch_size=8", "max_length=256",
+                                                                      "buffer_size=16", "max_prompts=32"]),
+    "guess number": ("multiplayer_rl.guess_number.train", [*GAME, "batch_size=2", "group_size=2", "max_tokens=8"]),
+    "twenty questions": ("multiplayer_rl.twenty_questions.train", [*GAME, "batch_size=2", "group_size=2", "max_tokens=8"]),
+    "text arena": ("multiplayer_rl.text_arena.train", [*GAME, "batch_size=4", "max_tokens=8", "num_train_datapoints=8",
+                                                       "num_test_datapoints=2"]),
+    "rubric": ("rubric.train", [*TRAIN, "renderer_name=qwen3_disable_thinking", f"grader_llm_name={TEACHER}", "train_group_size=2",
+        "grader_renderer_name=qwen3_instruct", "groups_per_batch=2", "max_tokens=8", "loss_fn=importance_sampling",
+        "train_jsonl_path=rubric.jsonl", "test_jsonl_path=rubric.jsonl"]),
+    "sdft": ("sdft.train", [*TRAIN, "dataset=sciknoweval", "groups_per_batch=2", "max_tokens=16", "max_context_length=1024", "topk=5"]),
+    "prompt distillation": ("prompt_distillation.train", [*TRAIN, "file_path=conversations.jsonl", "batch_size=4", "max_length=256",
+                                                          "renderer_name=qwen3"]),
+}  # fmt: skip
+
+
+def rows_of(file: Path, limit: int = 64) -> list[dict]:
+    with open(file) as lines:
+        return [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
+
+
+def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
+    """A data set where datasets.load_dataset(name) looks first: a folder of that name."""
+    folder = work / name / config
+    folder.mkdir(parents=True)
+    listed = []
+    for split, rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        listed.append(f"  - split: {split}\n    path: {config}/{split}.jsonl")
+    card = f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n" + "\n".join(listed) + "\n---\n"
+    (work / name / "README.md").write_text(card)
+
+
+def lay_out(work: Path, data: Path) -> None:
+    """Tokenizers and data sets under the names that recipes ask for."""
+    for name in (STUDENT, TEACHER):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).symlink_to(data / "tokenizers" / "qwen3")
+    gsm = {split: rows_of(data / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")}
+    hub_folder(work, "openai/gsm8k", "main", gsm)
+    math = rows_of(data / "math" / "MATH_train.jsonl")
+    chats = [{"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
+             for row in gsm["train"]]  # fmt: skip
+    hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
+    hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 20})
+    asked = [{"question": row["problem"], "final_answer": row.get("answer", "0")} for row in math]
+    hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": asked})
+    pair = (("human", "question"), ("gpt", "answer"))
+    talk = [{"conversations": [{"from": who, "value": row[column]} for who, column in pair]} for row in gsm["train"]]
+    hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
+    pairs = [{"chosen": f"\n\nHuman: {row['question']}\n\nAssistant: {row['answer']}", "rejected":
+              f"\n\nHuman: {row['question']}\n\nAssistant: I do not know."} for row in gsm["train"]]  # fmt: skip
+    hub_folder(work, "Anthropic/hh-rlhf", "default", {"train": pairs * 20, "test": pairs[:16]})
+    science = [{"domain": "Chemistry", "question": row["question"], "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "A",
+                "answer": "A", "type": "mcq-4-choices", "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
+                "prompt": {"default": "Answer."}} for row in gsm["train"]]  # fmt: skip
+    hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
+    rubric = {"rubric_str": "Is it polite?", "extraction_regex": "<score>(.*)</score>"}
+    rubric["grader_output_format_instruction"] = "<score>1</score>"
+    convo = [{"role": "user", "content": "Say hello"}]
+    (work / "rubric.jsonl").write_text((json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8)
+    (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+def start_server(work: Path, data: Path, log: Path) -> tuple[subprocess.Popen, str]:
+    tokenizer = data / "tokenizers" / "qwen3"
+    bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}=tiny:chat,{tokenizer}")]
+    command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", str(work / "served")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("serving"):
+            return process, line.split(" at ")[1].strip()
+    raise SystemExit(f"the server ended: {log.read_text()}")
+
+
+def run(name: str, python: str, url: str, work: Path, seconds: float) -> dict[str, str]:
+    module, settings = RECIPES[name]
+    logs = work / "logs" / name.replace(" ", "-").replace(",", "")
+    place = "log_path" if "rlhf" not in name else "short_name"
+    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
+                   "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf")}  # fmt: skip
+    begin, out = time.monotonic(), work / f"{logs.name}.out"
+    with out.open("w") as written:
+        command = [python, "-m", f"{PACKAGE}.{module}", *settings, f"{place}={logs}"]
+        try:
+            code = subprocess.run(command, cwd=work, env=environment, stdout=written, stderr=written, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    took = time.monotonic() - begin
+    said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
+    metrics = sorted(logs.rglob("metrics.jsonl"))
+    rows = [json.loads(line) for line in metrics[0].read_text().splitlines()] if metrics else []
+    names = ("env/all/reward/total", "reward/total", "optim/kl_sample_train_v1", "train_mean_nll", "test/nll", "dpo_loss", "teacher_kl")
+    seen = "; ".join(f"{key} {rows[-1][key]:.4g}" for key in names if rows and isinstance(rows[-1].get(key), float))
+    outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
+    why = "" if code == 0 else (said[-1] if said else "")[:240]
+    print(f"{name}: {outcome} in {took:.0f} s, {len(rows)} rows of metrics. {seen} {why}", flush=True)
+    return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(len(rows)),
+            "seen": seen, "why": why}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")))
+    parser.add_argument("--only", help="some of them, comma-separated (;): by default all", default=";".join(RECIPES))
+    parser.add_argument("--seconds", type=float, default=120.0, help="that one recipe may take")
+    parser.add_argument("--work", type=Path, help="keep the working folder here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        if not (work / "openai").exists():
+            lay_out(work, args.data.resolve())
+        server, url = start_server(work, args.data.resolve(), work / "server.log")
+        try:
+            found = [run(name, args.python, url, work, args.seconds) for name in args.only.split(";")]
+        finally:
+            server.terminate()
+            server.wait(60)
+    before = {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
+    rows = {**before, **{row["recipe"]: row for row in found}}
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(rows[name] for name in RECIPES if name in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Tiny models learn the built-in games: taught the form of an answer on games that a careless rule plays, then GRPO in the environment.
+
+    python bench/environments.py [--only guess_number] [--seeds 0 1 2] [--output bench/results/environments.csv]
+
+A row for each game and seed: held-out episodes (of other seeds than the training's) that come out right, sampled, for the untrained
+model, after the warm-up and after GRPO, and whether the bar is passed that the untrained model misses. Rows of a game and seed
+that the file has already are replaced.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+MODEL = "tiny:ascii-small"
+
+
+@dataclass(frozen=True)
+class Game:
+    """`player`: the rule whose games the warm-up learns. `metric`, `bar`: of held-out episodes, at least (or, `at_most`, at most)."""
+
+    settings: dict
+    player: str
+    metric: str
+    bar: float
+    max_tokens: int
+    at_most: bool = False
+    episodes: int = 1500  # that the rule plays
+    warm_up: int = 300  # steps of each stage, and groups of a step
+    steps: int = 60
+    groups: int = 8
+    members: int = 16
+    held_out: int = 128
+    rows: int = 1000
+
+    def passed(self, value: float) -> bool:
+        return value <= self.bar if self.at_most else value >= self.bar
+
+
+GAMES = {
+    # found within floor(log2 8) + 1 guesses, the environment's own limit
+    "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=200),
+    # three operators and two tries: excluding is enough, reading the failing test is better
+    "debugging": Game({}, "any_fix", "correct", 0.95, 18, episodes=1000, rows=200, members=8, held_out=64),
+    "tic_tac_toe": Game(
+        {"opponent": "random", "instructions": "False"}, "careless", "lost", 0.05, 3, True, 3000, warm_up=700, steps=120, held_out=400
+    ),
+}
+
+
+def recipe(name: str, game: Game, data: Path) -> str:
+    """The two stages, as a recipe."""
+    environment = json.dumps({"name": name, **game.settings})
+    return f"""
+stages:
+  - {{method: sft, base_model: "{MODEL}", dataset: "{data}", learning_rate: 3e-3, schedule: cosine, warmup_steps: 20, beta2: 0.99,
+     steps: {game.warm_up}, batch_size: 32, eval_every: 0, save_every: 0}}
+  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, learning_rate: 2e-3, schedule: constant, warmup_steps: 5,
+     steps: {game.steps}, batch_size: {game.groups}, group_size: {game.members}, advantage: mean_std,
+     eval_every: {game.steps}, eval_limit: {game.held_out}, save_every: 0, rollouts_every: 0}}
+max_tokens: {game.max_tokens}
+temperature: 1.0
+"""
+
+
+def untrained(name: str, game: Game, seed: int) -> float:
+    """The metric of the model as it is built."""
+    from rl import ServiceClient
+    from rl.environments import EnvironmentGroup, resolve_environment
+    from rl.episodes import group_metrics, rollout
+    from rl.renderers import get_renderer
+    from rl.types import Problem, SamplingParams
+
+    settings = {key: value == "True" if value in ("True", "False") else value for key, value in game.settings.items()}
+    spec = resolve_environment(name, **settings)
+    with ServiceClient(seed=seed) as service:
+        client = service.create_full_training_client(MODEL, seed=seed)
+        renderer = get_renderer("plain", client.get_tokenizer())
+        builders = [EnvironmentGroup(spec, Problem((), {"seed": 10**6 + i}, index=i), 1, renderer) for i in range(64)]
+        sampler = client.save_weights_and_get_sampling_client()
+        groups = rollout(builders, sampler, SamplingParams(max_tokens=game.max_tokens), seed=seed).groups
+    return group_metrics(groups)[f"env/all/{game.metric}"]
+
+
+def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
+    """One row: the whole way from nothing to the bar."""
+    before = untrained(name, game, seed)
+    data = folder / f"{name}.jsonl"
+    words = [word for key, value in game.settings.items() for word in (f"--environment.{key}", str(value))]
+    command = [sys.executable, "-m", "rl.environments.played", name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]
+    command += words
+    data.write_text(subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent).stdout)
+    (folder / "recipe.yaml").write_text(recipe(name, game, data))
+    start = time.perf_counter()
+    run = [sys.executable, "train.py", str(folder / "recipe.yaml"), "--seed", str(seed), "--output-dir", str(folder / "run"), "--overwrite"]
+    subprocess.run(run, check=True, cwd=HERE.parent)
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    measured = [row[f"test/env/all/{game.metric}"] for row in rows if f"test/env/all/{game.metric}" in row]
+    return {
+        "environment": name,
+        "settings": " ".join(f"{key}={value}" for key, value in game.settings.items()),
+        "seed": seed,
+        "metric": game.metric,
+        "untrained": round(before, 4),
+        "after warm-up": round(measured[0], 4),
+        "after grpo": round(measured[-1], 4),
+        "bar": f"{'at most' if game.at_most else 'at least'} {game.bar}",
+        "passed": game.passed(measured[-1]) and not game.passed(before),
+        "held-out episodes": game.held_out,
+        "grpo steps": game.steps,
+        "seconds": round(time.perf_counter() - start),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=sorted(GAMES), default=list(GAMES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "environments.csv")
+    args = parser.parse_args()
+    for name in args.only:
+        for seed in args.seeds:
+            with tempfile.TemporaryDirectory() as folder:
+                row = learn(name, GAMES[name], seed, Path(folder))
+            print(row, flush=True)
+            write(args.output, row)
+
+
+def write(path: Path, row: dict) -> None:
+    """Adds a row in the place of an older one of the same game and seed."""
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    key = (row["environment"], str(row["seed"]))
+    rows = [one for one in rows if (one["environment"], one["seed"]) != key] + [row]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row))
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda one: (one["environment"], int(one["seed"]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The campaign for a GPU: everything that only one can tell, in one command of under nine minutes.
+
+    python bench/gpu.py --output results_gpu              # every part; results_gpu/gpu.csv and gpu.png
+    python bench/gpu.py --output results_gpu --part kernels decode
+    python bench/gpu.py --list
+    python bench/gpu.py --output /tmp/dry --dry           # without a GPU: every part's code as far as it goes, at tiny sizes
+
+Each part is a process of its own with a time limit, and writes a row as soon as it has a figure. One that fails, runs out of memory or
+of time, or cannot run is a row that says so; the others go on. No network; peers that are not installed are rows that say so.
+Columns: part, case, provider, metric, value, unit, floor (what the value could be at best on this GPU, where known), note.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+sys.path[0] = str(HERE.parent)
+
+COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
+LIMIT = 530  # seconds for all parts: what is left when they are due is what the last ones get
+
+# name: (seconds at most, what it is), in the order of what is wanted most
+PARTS = {
+    "tests": (95, "tests marked gpu"),
+    "varlen": (20, "pytorch#194167: varlen attention over pages, with one split and with torch's own choice"),
+    "branches": (40, "score kernels and products by themselves: what the device's checks chose, TFLOP/s"),
+    "kernels": (110, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "decode": (110, "decode tokens per second beside generate, continuous batching, vLLM"),
+    "group": (30, "a group of 16 on a prompt of 4,096 tokens"),
+    "draw": (20, "a token from hidden states, without logits, beside today's path"),
+    "agreement": (20, "sampler against learner in bf16"),
+    "learner": (35, "learner tokens per second and peak memory, against --plan"),
+    "step": (60, "a GRPO step end to end: samples per second, time by part"),
+    "sharded": (60, "ZeRO-3 and offload on one GPU"),
+    "trace": (25, "a profile of one decode step and one learner step"),
+}
+
+
+class Table:
+    """Rows of one part, each on disk as soon as it is known."""
+
+    def __init__(self, part: str, path: Path) -> None:
+        self.part, self.path = part, path
+        if not path.exists():
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerow(COLUMNS)
+
+    def row(self, case: str, provider: str, metric: str, value: Any, unit: str = "", floor: Any = "", note: str = "") -> None:
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        cells = [self.part, case, provider, metric, shown, unit, f"{floor:.6g}" if isinstance(floor, float) else floor, note]
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow(cells)
+        print("  " + " ".join(str(cell) for cell in cells[1:] if cell != ""), flush=True)
+
+    def attempt(self, case: str, provider: str, run: Callable[[], None]) -> None:
+        """A figure or several; a failure of any kind is a row, because the rest is wanted all the same."""
+        try:
+            run()
+        except Exception as failure:  # noqa: BLE001
+            words = (str(failure).splitlines() or [""])[0][:200]
+            self.row(case, provider, "failed", type(failure).__name__, note=words)
+            print("".join(traceback.format_exception(failure)[-4:]), file=sys.stderr, flush=True)
+
+
+def child(part: str, output: Path, dry: bool) -> None:
+    """One part, in this process."""
+    from bench import gpu_kernels, gpu_models, gpu_runs
+
+    table = Table(part, output / f"{part}.csv")
+    found = next(module for module in (gpu_kernels, gpu_models, gpu_runs) if hasattr(module, f"part_{part}"))
+    getattr(found, f"part_{part}")(table, dry)
+
+
+def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
+    path = output / f"{part}.csv"
+    path.unlink(missing_ok=True)
+    table = Table(part, path)
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", part, "--output", str(output), *(["--dry"] if dry else [])]
+    began = time.perf_counter()
+    with (output / f"{part}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent)
+        try:
+            code = process.wait(timeout=seconds)
+            how = "done" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # its own children too: a hung process would hold the GPU's memory
+            process.wait()
+            how = f"stopped after {seconds:.0f} s"
+    last = ([line for line in (output / f"{part}.log").read_text().splitlines() if line.strip()] or [""])[-1][:200]
+    table.row("whole part", "", "status", how, note="" if how == "done" else last)
+    table.row("whole part", "", "seconds", time.perf_counter() - began, "s")
+
+
+def collect(output: Path) -> list[dict[str, str]]:
+    """All parts' rows into gpu.csv."""
+    rows: list[dict[str, str]] = []
+    for part in PARTS:
+        if (output / f"{part}.csv").exists():
+            with (output / f"{part}.csv").open(newline="") as file:
+                rows += list(csv.DictReader(file))
+    with (output / "gpu.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+def plot(rows: list[dict[str, str]], path: Path) -> None:
+    """Left: time over floor of each provider's forward and backward. Right: decode tokens per second by rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5))
+    ratios = [r for r in rows if r["part"] == "kernels" and r["metric"] == "both" and float(r["floor"] or 0) > 0]
+    names = [f"{r['provider']}\n{r['case']}" for r in ratios]
+    left.barh(names, [float(r["value"]) / float(r["floor"]) for r in ratios])
+    left.axvline(1.0, color="black", linewidth=0.8)
+    left.set_xlabel("forward and backward: time / floor of its own algorithm")
+    left.tick_params(axis="y", labelsize=6)
+    speeds = [r for r in rows if r["part"] == "decode" and r["metric"] == "tokens_per_s"]
+    for key in dict.fromkeys((r["provider"], r["case"].split(",")[0]) for r in speeds):
+        mine = [r for r in speeds if (r["provider"], r["case"].split(",")[0]) == key]
+        points = sorted((int(r["case"].split(",")[1].split()[0]), float(r["value"])) for r in mine)
+        right.plot(*zip(*points, strict=True), marker="o", label=" ".join(key))
+    right.set(xscale="log", yscale="log", xlabel="rows", ylabel="decode tokens per second")
+    if speeds:
+        right.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="folder for tables, logs, the plot, the trace")
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help="some parts alone (see --list)")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
+    parser.add_argument("--dry", action="store_true", help="on a CPU at tiny sizes: shows that everything runs, measures nothing")
+    parser.add_argument("--list", action="store_true", help="the parts and their seconds")
+    parser.add_argument("--child", choices=list(PARTS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.list:
+        for part, (seconds, says) in PARTS.items():
+            print(f"{part:10} {seconds:4} s  {says}")
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        child(args.child, args.output, args.dry)
+        return
+    import torch
+
+    if not args.dry and not torch.cuda.is_available():
+        sys.exit("bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at tiny sizes")
+    end = time.perf_counter() + args.limit
+    for part in args.part:
+        left = end - time.perf_counter()
+        print(f"{part}: {PARTS[part][1]}", flush=True)
+        if left < 5 and not args.dry:
+            (args.output / f"{part}.csv").unlink(missing_ok=True)
+            Table(part, args.output / f"{part}.csv").row("whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over")
+        else:
+            run_part(part, args.output, args.dry, 600.0 if args.dry else min(left, PARTS[part][0]))
+        rows = collect(args.output)
+    plot(rows, args.output / "gpu.png")
+    print(f"written to {args.output / 'gpu.csv'} and {args.output / 'gpu.png'}")
+
+
+if __name__ == "__main__":
+    main()

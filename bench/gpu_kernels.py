@@ -1,0 +1,225 @@
+"""The campaign's parts about kernels and tests: see gpu.py. Each is part_NAME(table, dry)."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.shapes import SHAPES, TFLOPS, TINY, Shape, floor_ms
+
+REPO = Path(__file__).resolve().parent.parent
+CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
+
+
+def shapes(dry: bool) -> list[Shape]:
+    return [TINY] if dry else [shape for shape in SHAPES if shape.model in CHOSEN]
+
+
+def device_of(dry: bool) -> str:
+    return "cpu" if dry else "cuda"
+
+
+def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
+    """The median; events on a GPU, the clock elsewhere."""
+    run()
+    times = []
+    for _ in range(repeats if device == "cuda" else 2):
+        if device == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------------------------------------------------- tests
+
+
+def part_tests(table: Any, dry: bool) -> None:
+    """Counts, and a row for each test that fails. Kernels' tests first: the rest hang on them."""
+    files = ["tests/test_kernel_gpu.py"] if dry else ["tests/test_kernel_gpu.py", "tests"]
+    for file in files:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=line", "-rf", "--no-header", file]
+        command += ["--ignore=tests/test_kernel_gpu.py"] if file == "tests" else []
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+        print(done.stdout[-6000:], done.stderr[-2000:])
+        for line in done.stdout.splitlines():
+            if line.startswith("FAILED"):
+                table.row(line.split()[1], "pytest", "failed", 1, note=line[:200])
+        for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout[-400:]):
+            table.row(file, "pytest", what, int(count))
+
+
+# ------------------------------------------------------------------------------------------------ varlen attention
+
+
+def part_varlen(table: Any, dry: bool) -> None:
+    """Rows of unequal lengths over pages, one query each, against gathered pages and SDPA in float64.
+
+    pytorch#194167: with the key's length split over programs, only the first sequence's rows are written in some shapes.
+    """
+    for shape in [(4, 4, 2, 16)] if dry else [(64, 14, 2, 64), (3, 16, 8, 128), (256, 32, 8, 128)]:
+        for splits in (1, None):
+            case = "{} rows, {} heads over {}, width {}".format(*shape)
+            table.attempt(case, f"num_splits={splits}", lambda s=shape, k=splits, c=case: _over_pages(table, c, s, k, dry))
+
+
+def _over_pages(table: Any, case: str, shape: tuple[int, int, int, int], splits: int | None, dry: bool) -> None:
+    from torch.nn.attention import varlen
+
+    device, page = device_of(dry), 16 if dry else 256
+    rows, heads, key_heads, width = shape
+    g = torch.Generator(device).manual_seed(0)
+    lengths = torch.randint(1, 10 * page, (rows,), generator=g, device=device, dtype=torch.int32)
+    need = (lengths.long() + page - 1) // page
+    total, most, longest = int(need.sum()), int(need.max()), int(lengths.max())
+    k, v = (torch.randn(total, page, key_heads, width, generator=g, device=device).bfloat16() for _ in range(2))
+    q = torch.randn(rows, heads, width, generator=g, device=device).bfloat16()
+    order = torch.randperm(total, generator=g, device=device)
+    blocks = torch.zeros(rows, most, dtype=torch.int32, device=device)
+    at = 0
+    for row, count in enumerate(need.tolist()):
+        blocks[row, :count] = order[at : at + count]
+        at += count
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    how: dict[str, Any] = {"enable_gqa": True, "seqused_k": lengths, "block_table": blocks, "num_splits": splits}
+
+    def call() -> torch.Tensor:
+        out = varlen.varlen_attn(q, k, v, starts, None, 1, longest, **how)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    truth = torch.stack([_one_row(q[i], k, v, blocks[i, : need[i]].long(), int(lengths[i])) for i in range(rows)])
+    worst = (call().double() - truth).abs().amax((1, 2))
+    provider = f"num_splits={splits}"
+    table.row(case, provider, "largest_error", float(worst.max()), note=f"{int((worst > 0.05).sum())} rows wrong")
+    table.row(case, provider, "time", milliseconds(call, device), "ms", 4.0 * int(lengths.sum()) * key_heads * width / 3.0e9)
+
+
+def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    keys, values = (t[pages].flatten(0, 1)[:length].double().repeat_interleave(q.shape[0] // k.shape[2], 1) for t in (k, v))
+    score = torch.einsum("hd,lhd->hl", q.double(), keys) * q.shape[1] ** -0.5
+    return torch.einsum("hl,lhd->hd", score.softmax(-1), values)
+
+
+# ------------------------------------------------------------------------------------------------------ the two kernels
+
+
+def part_branches(table: Any, dry: bool) -> None:
+    """What the checks on this device chose; forward, dlogits, and cuBLAS products of a slab, each by itself."""
+    from kernels import device_checks
+    from kernels.common import Head
+    from kernels.tiles import device_of as gpu_of
+    from kernels.tiles import tiles_for
+
+    device = device_of(dry)
+    table.row("device", "torch", "name", torch.cuda.get_device_name() if device == "cuda" else "cpu", note=f"torch {torch.__version__}")
+    table.row("addmm into float32", "torch", "works", str(device_checks.adds_in_place(torch.bfloat16)))
+    for shape in shapes(dry):
+        N, width = (64 if dry else 8192), min(16_384, shape.V)
+        g = torch.Generator(device).manual_seed(0)
+        x = torch.randn(N, shape.D, generator=g, device=device).bfloat16()
+        w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).bfloat16()
+        y = torch.randint(0, shape.V, (N,), generator=g, device=device)
+        dz, slab = torch.randn(N, width, device=device).bfloat16(), w[:width]
+        wide = torch.zeros(N, shape.D, device=device)
+
+        def speed(case: str, provider: str, run: Callable[[], object], columns: int, shape: Shape = shape, N: int = N) -> None:
+            ms = milliseconds(run, device)
+            table.row(case, provider, "TFLOP/s", 2e-9 * N * shape.D * columns / ms, "", TFLOPS, note=f"{ms:.3f} ms")
+
+        def ours(shape: Shape = shape, x: Any = x, w: Any = w, y: Any = y, dz: Any = dz) -> None:
+            from kernels import linear_logprob_launch as launch
+            from kernels.linear_logprob_torch import Coefficients
+
+            scores = launch.Scores(x, w, y, None, Head(), None)
+            splits = scores.whole_splits()
+            part, row = scores.parts(splits, 1), torch.ones(len(x), device=device)
+            for entropy in (False, True):
+                run = lambda entropy=entropy: scores.forward(part, 0, shape.V, 0, splits, entropy=entropy)  # noqa: E731
+                speed(f"{shape.model}, forward{' and entropy' if entropy else ''}", str(tuple(scores.tiles)), run, shape.V)
+            run = lambda: scores.dlogits(dz, 0, dz.shape[1], row, Coefficients(row, row, None))  # noqa: E731
+            speed(f"{shape.model}, dlogits of a slab", str(tuple(scores.tiles)), run, dz.shape[1])
+
+        products = {
+            "logits of a slab": lambda x=x, slab=slab: torch.mm(x, slab.t()),
+            "dW of a slab": lambda x=x, dz=dz: torch.mm(dz.t(), x),
+            "dX of a slab, mm and add_": lambda dz=dz, slab=slab, wide=wide: wide.add_(torch.mm(dz, slab, out_dtype=torch.float32)),
+            "dX of a slab, addmm": lambda dz=dz, slab=slab, wide=wide: torch.addmm(wide, dz, slab, out_dtype=torch.float32, out=wide),
+        }
+        for name, run in products.items():
+            case = f"{shape.model}, {name}"
+            table.attempt(case, "cuBLAS", lambda c=case, r=run, s=speed, n=width: s(c, "cuBLAS", r, n))
+        table.attempt(f"{shape.model}, score kernels", str(tuple(tiles_for(shape.D, x.dtype, gpu_of(x)))), ours)
+
+
+def part_kernels(table: Any, dry: bool) -> None:
+    """bench/kernels.py's rows at 8,192 tokens (and 1,024 for the small heads), ours first."""
+    from bench import kernels as bench
+    from bench.kernel_providers import PROVIDERS
+
+    names = [p.name for p in PROVIDERS]
+    device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
+    for tokens in (64,) if dry else (8192, 1024):
+        for shape in shapes(dry):
+            for row in bench.bench_head(shape, tokens, device, dtype, names if tokens != 1024 else ["ours", "torch", "liger_scaled"], 5):
+                errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
+                table.row(
+                    f"{shape.model} {tokens} tokens", str(row["provider"]), str(row["phase"]), float(str(row["median_ms"])), "ms",
+                    float(str(row["floor_ms"])), f"{row['memory']}, {row['peak_mb']} MB, {errors}",
+                )  # fmt: skip
+
+            def token_rows(shape: Shape = shape, tokens: int = tokens) -> None:
+                for row in bench.bench_logits(shape, tokens, device, dtype, 5):
+                    took, floor = (float(str(row[name])) for name in ("median_ms", "floor_ms"))
+                    table.row(f"{shape.model} {tokens} tokens, token_logprob", str(row["provider"]), str(row["phase"]), took, "ms", floor)
+
+            table.attempt(f"{shape.model} {tokens} tokens, token_logprob", "ours", token_rows)
+    for row in bench.bench_tokens(1024 if dry else 32_768, device, 5):
+        table.row(str(row["operation"]), "ours", str(row["phase"]), float(str(row["median_ms"])), "ms", float(str(row["floor_ms"])))
+
+
+def part_draw(table: Any, dry: bool) -> None:
+    """From hidden states to a token: `kernels.draw` against logits, softmax and inverse CDF; equal tokens; time."""
+    from kernels import draw
+    from rl.sampler.token_sampling import RowSettings
+    from rl.sampler.token_sampling import draw as from_logits
+
+    device = device_of(dry)
+    for shape in shapes(dry):
+        for rows in (32,) if dry else (1, 64, 256, 1024):
+
+            def run(shape: Shape = shape, rows: int = rows) -> None:
+                g = torch.Generator(device).manual_seed(0)
+                x = torch.randn(rows, shape.D, generator=g, device=device).bfloat16()
+                w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5 * 4).bfloat16()
+                u = torch.rand(rows, generator=g, device=device, dtype=torch.float64)
+                one = torch.ones(rows, device=device)
+                ways: dict[str, Callable[[], Any]] = {
+                    "ours": lambda: draw(x, w, one, u),
+                    "logits": lambda: from_logits(torch.nn.functional.linear(x, w), u, RowSettings()),
+                }
+                token, logp = ways["ours"]()
+                exact = torch.mm(x.double(), w.double().t()).log_softmax(-1)
+                case, size = f"{shape.model}, {rows} rows", w.numel() * 2.0
+                table.row(case, "ours", "largest_error", float((logp.double() - exact.gather(1, token[:, None])[:, 0]).abs().max()))
+                table.row(case, "ours", "equal_tokens", float((token == ways["logits"]()[0]).double().mean()), note="bf16 logits round")
+                for name, way in ways.items():
+                    floor = max(size / 3.0e9, floor_ms(2, rows, shape))
+                    table.row(case, name, "time", milliseconds(way, device), "ms", floor)
+
+            table.attempt(f"{shape.model}, {rows} rows", "ours", run)

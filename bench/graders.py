@@ -1,0 +1,123 @@
+"""The math graders on real text beside published grades: `python bench/graders.py [DATA]`.
+
+DATA is the folder with gsm8k/, math/ and rollouts/ (default: $WHETSTONE_DATA). Writes results/graders.csv: a row for each comparison
+(how many solutions, how many grades agree), and one for each disagreement with its reason. Exit code 1 below 99%.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+from rl.rewards import resolve_reward  # noqa: E402
+from rl.rewards.maths import marked_answer  # noqa: E402
+
+BAR = 0.99
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A solution, what it is to be compared with, and the published grade. `read`: what their grader took for its answer."""
+
+    place: str
+    response: str
+    answer: str
+    correct: bool
+    read: str = ""
+
+
+def gsm8k(data: Path) -> Iterator[Judged]:
+    """Four models' solutions of 1,319 problems; their mark of the answer, "A:", is written as the data set's own."""
+    for number, line in enumerate((data / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines()):
+        row = json.loads(line)
+        answer = row["ground_truth"].rpartition("A:")[2].strip()
+        for model, judged in row.items():
+            if isinstance(judged, dict):
+                response = "####".join(judged["solution"].rsplit("A:", 1))
+                yield Judged(f"{number} {model}", response, answer, str(judged["is_correct"]).lower() in ("true", "1"))
+
+
+def qwen(data: Path, column: str) -> Iterator[Judged]:
+    """Eight solutions of 100 problems. `column`: "gt", what their score was taken against, or "answer", as MATH has it."""
+    for line in (data / "rollouts" / "qwen25math" / "math_cot_100.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for sample, (text, read, score) in enumerate(zip(row["code"], row["pred"], row["score"], strict=True)):
+            yield Judged(f"{row['idx']} sample {sample}", text, row[column], bool(score), read)
+
+
+def math500(data: Path) -> Iterator[Judged]:
+    """MATH's own solutions, which are right: what they box is their answer."""
+    for row in json.loads((data / "math" / "math500_test.json").read_text()):
+        yield Judged(row["unique_id"], row["solution"], row["answer"], True)
+
+
+def math500_shuffled(data: Path) -> Iterator[Judged]:
+    """The same solutions against the next problem's answer: wrong, unless the two are spelled alike."""
+    rows = json.loads((data / "math" / "math500_test.json").read_text())
+    for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
+        yield Judged(f"{row['unique_id']} by the next", row["solution"], after["answer"], row["answer"] == after["answer"])
+
+
+COMPARISONS = {
+    "gsm8k, four models (is_correct)": ("gsm8k", gsm8k),
+    "Qwen2.5-Math on MATH (score), against gt": ("math_correctness", lambda data: qwen(data, "gt")),
+    "Qwen2.5-Math on MATH (score), against MATH's answer": ("math_correctness", lambda data: qwen(data, "answer")),
+    "MATH-500's solutions (right by definition)": ("math_correctness", math500),
+    "MATH-500's solutions against the next answer (wrong)": ("math_correctness", math500_shuffled),
+}
+
+
+def reason(one: Judged, found: bool) -> str:
+    """Why the grades differ, from what was compared; "" where it is not known."""
+    marked = marked_answer(one.response) or ""
+    if found and ("m." in marked or "m." in one.answer) and one.read in marked:
+        return f"theirs is mistaken: it cut {marked!r} to {one.read!r} before comparing; the answer is as MATH has it"
+    if found and one.answer.replace("{,}", "") == marked:
+        return "theirs is mistaken: it compared the spelling of a number with and without a thousands separator"
+    if found and marked in (one.answer.rpartition("=")[2], one.answer):
+        return "the two problems have the same answer, spelled in two ways"
+    return ""
+
+
+def compare(reward: str, solutions: Iterator[Judged]) -> tuple[int, list[tuple[Judged, bool]]]:
+    """(how many were graded, those graded otherwise than published, with our grade)."""
+    graded, differ, resolved = 0, [], resolve_reward(reward)
+    for one in solutions:
+        found = resolved.evaluate("", one.response, {"answer": one.answer}).metrics["correct"] == 1.0
+        graded += 1
+        if found != one.correct:
+            differ.append((one, found))
+    return graded, differ
+
+
+def main(data: Path) -> int:
+    rows, worst = [], 1.0
+    for name, (reward, solutions) in COMPARISONS.items():
+        graded, differ = compare(reward, solutions(data))
+        unexplained = [one.place for one, found in differ if not reason(one, found)]
+        share = 1 - len(differ) / graded
+        explained = len(differ) - len(unexplained)
+        worst = min(worst, 1 - len(unexplained) / graded)
+        note = f"{explained} of {len(differ)} disagreements are explained" if differ else ""
+        rows.append([name, reward, "all", graded, graded - len(differ), f"{share:.4f}", note])
+        for one, found in differ:
+            what = f"answer {one.answer!r}, solution says {marked_answer(one.response)!r}"
+            why = f"published {one.correct}, ours {found}: {reason(one, found) or 'unexplained'}"
+            rows.append([name, reward, one.place, "", "", "", f"{what}; {why}"])
+        print(f"{name}: {graded - len(differ)} of {graded} agree ({share:.2%}); {note}")
+    with (REPO / "bench" / "results" / "graders.csv").open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["comparison", "reward", "solution", "graded", "agree", "share", "note", "command"])
+        table.writerows([*row, "python bench/graders.py"] for row in rows)
+    return 0 if worst >= BAR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))))

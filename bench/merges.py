@@ -1,0 +1,116 @@
+"""Weights that leave a run, architecture by architecture: are they what the run's own model was?
+
+    python bench/merges.py tables      # all of architectures.csv that build: LoRA on everything, merged, written, read again
+    python bench/merges.py chains      # sft -> dpo -> grpo under LoRA (other rank) -> export --merge; ten architectures, tied and untied
+
+Rows go to bench/results/merges.csv and chains.csv, one after each architecture; `--only NAME ...` does some. `difference` is the
+largest of a logit of plain transformers, reading the folder written, from the run's own (adapters unmerged on their bases), in fp32;
+of chains also from float64 sums of the adapters' own files (`against_float64`). The exit code is 1 where one is above 1e-5 of the
+largest logit (1 at least).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)
+sys.path.append(str(HERE.parent / "tests"))
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+
+import torch  # noqa: E402
+from chains import CHAINED, chain  # noqa: E402
+from test_export import merged_as_trained  # noqa: E402
+
+from bench.tiny_models import tiny_model  # noqa: E402
+
+BOUND = 1e-5
+
+
+def table_row(name: str) -> dict[str, Any]:
+    tied = bool(tiny_model(name).config.get_text_config().tie_word_embeddings)
+    with tempfile.TemporaryDirectory() as folder:
+        return {"architecture": name, "tied": tied, "difference": f"{merged_as_trained(name, Path(folder) / 'out'):.1e}"}
+
+
+def chain_row(name: str) -> dict[str, Any]:
+    kind, _, tied = name.partition(":")
+    folder = Path(tempfile.mkdtemp())
+    try:
+        ours, exact = chain(kind, tied == "tied", folder)
+    finally:
+        shutil.rmtree(folder)
+    return {"architecture": kind, "tied": tied == "tied", "difference": f"{ours:.1e}", "against_float64": f"{exact:.1e}"}
+
+
+def _send(work: Any, name: str, there: Any) -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the runs' consoles)
+    try:
+        there.send(work(name))
+    except Exception as error:  # noqa: BLE001  (models of every kind, in code that nobody here wrote)
+        there.send({"architecture": name, "difference": f"not tried: {type(error).__name__}: {str(error).splitlines()[0][:120]}"})
+
+
+def in_its_own_process(work: Any, name: str, limit: float) -> dict[str, Any]:
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_send, args=(work, name, there))
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(limit) else {"architecture": name, "difference": f"not tried: no row within {limit:g} s"}
+    except EOFError:
+        return {"architecture": name, "difference": "not tried: the process ended"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def names(which: str) -> list[str]:
+    if which == "chains":
+        return [f"{name}:{tied}" for name in CHAINED for tied in ("tied", "untied")]
+    with (HERE / "results" / "architectures.csv").open() as file:
+        return [row["architecture"] for row in csv.DictReader(file) if not row["class"].startswith("not ")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", choices=["tables", "chains"])
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    table = HERE / "results" / ("merges.csv" if asked.which == "tables" else "chains.csv")
+    rows = {}
+    if table.is_file():
+        with table.open() as file:
+            rows = {(row["architecture"], row["tied"]): row for row in csv.DictReader(file)}
+    for name in asked.only or names(asked.which):
+        begin = time.perf_counter()
+        row = in_its_own_process(table_row if asked.which == "tables" else chain_row, name, asked.limit)
+        row["seconds"] = round(time.perf_counter() - begin, 1)
+        rows[row["architecture"], str(row.get("tied"))] = row
+        print(row, flush=True)
+        with table.open("w", newline="") as out:
+            more = ["against_float64"] if asked.which == "chains" else []
+            writer = csv.DictWriter(out, ["architecture", "tied", "difference", *more, "seconds"])
+            writer.writeheader()
+            writer.writerows(rows[key] for key in sorted(rows))
+    cells = [str(row.get(key) or "0") for row in rows.values() for key in ("difference", "against_float64")]
+    sys.exit(any(not cell.startswith("not ") and not float(cell) <= BOUND for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

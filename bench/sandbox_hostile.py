@@ -1,0 +1,102 @@
+"""The hostile set (tests/hostile_programs.py) counted by family: rewards, secrets, sandboxes lost, seconds beyond the limit; and how much
+a hostile neighbour slows a program on another worker, against a neighbour that is merely busy.
+
+    python bench/sandbox_hostile.py --out bench/results/sandbox_hostile.csv
+    python bench/sandbox_hostile.py --part neighbours --out bench/results/sandbox_neighbours.csv
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
+
+from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
+
+LIMITS = Limits(wall_s=1.0, cpu_s=1.0, total_s=2.0, memory_mb=192, processes=32, file_mb=16, files=300, output_kb=1024)
+STYLES = {
+    "asserts": Asserts("import math", ASSERTS, "f"), "calls": Calls("f", CALLS), "dialogue": Dialogues(CASES), "pytest": Pytest(PYTESTS),
+}  # fmt: skip
+WORK = "s = 0\nfor i in range(3 * 10**6): s += i\nprint(s)"
+NEIGHBOURS = ("fork bomb", "threads without end", "setsid and busy children", "all memory, by processes", "zombies", "one endless line",
+              "files without end")  # fmt: skip
+
+
+def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
+    return sandbox.grade(program.text, STYLES[program.style], limits=limits, early_stop=program.family in (8, 9), cache=False)
+
+
+def counted(sandbox: Sandbox) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    programs = hostile()
+    grades = []
+    for program in programs:
+        grades.append(grade(sandbox, program, LIMITS))
+    for family, name in FAMILIES.items():
+        ours = [(p, g) for p, g in zip(programs, grades, strict=True) if p.family == family]
+        reasons = [reason.split(":")[0] for _, g in ours for reason in g.reasons]
+        most = ", ".join(f"{word} {reasons.count(word)}" for word in sorted(set(reasons), key=reasons.count, reverse=True))
+        slowest = max(g.wall_s for p, g in ours if p.style != "pytest")
+        rows.append({"family": family, "name": name, "programs": len(ours), "texts": len({p.text for p, _ in ours}),
+                     "rewards": sum(any(g.passed) for _, g in ours), "sandboxes_lost": reasons.count("lost"),
+                     "slowest_s": round(slowest, 2), "verdicts": most})  # fmt: skip
+        print(rows[-1], flush=True)
+    benign = [grade(sandbox, program, Limits(wall_s=20, cpu_s=10)) for program in BENIGN]
+    slowest = max(g.wall_s for g in benign)
+    rows.append({"family": 0, "name": "benign controls", "programs": len(BENIGN), "texts": len({p.text for p in BENIGN}),
+                 "rewards": sum(g.all for g in benign), "sandboxes_lost": 0, "slowest_s": round(slowest, 2), "verdicts": ""})  # fmt: skip
+    return rows
+
+
+def beside(sandbox: Sandbox, neighbour: str, rounds: int) -> float:
+    """Median seconds of a fixed work while `neighbour` runs on the other worker."""
+    seconds, done = [], threading.Event()
+
+    def keep_running() -> None:
+        while not done.is_set():
+            sandbox.run(neighbour, limits=Limits(wall_s=3, cpu_s=3, memory_mb=192, processes=32))
+
+    thread = threading.Thread(target=keep_running)
+    thread.start()
+    time.sleep(0.2)
+    for _ in range(rounds):
+        seconds.append(sandbox.run(WORK, limits=Limits(wall_s=60, cpu_s=60)).wall_s)
+    done.set()
+    thread.join()
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", choices=["table", "neighbours"], default="table")
+    parser.add_argument("--out", default="")
+    given = parser.parse_args()
+    with Sandbox(workers=2) as sandbox:
+        rows = counted(sandbox) if given.part == "table" else []
+        programs = {p.name: p.text for p in hostile() if p.style == "dialogue"}
+        for name in NEIGHBOURS if given.part == "neighbours" else ():
+            polite, rude = [], []
+            for _ in range(3):  # in turns, so that what else the machine does meets both
+                polite.append(beside(sandbox, "while True: pass", given.rounds))
+                rude.append(beside(sandbox, programs[name], given.rounds))
+            ratio = statistics.median(rude) / statistics.median(polite)
+            rows.append({"neighbour": name, "rounds": 3 * given.rounds, "beside_a_busy_loop_s": round(statistics.median(polite), 3),
+                         "beside_it_s": round(statistics.median(rude), 3), "ratio": round(ratio, 3)})  # fmt: skip
+            print(rows[-1], flush=True)
+    if given.out:
+        with open(given.out, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

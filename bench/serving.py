@@ -1,0 +1,212 @@
+"""What a server bears, on loopback: `python bench/serving.py fuzz|connections|kill|load [--count N]`. Rows go to bench/results/serving.csv.
+
+fuzz         protobuf bodies with changed bytes; none may be answered with 500 or a traceback, and the model goes on as before
+connections  so many open at once, each asking; the server answers a client beside them
+kill         SIGKILL between two updates of a --durable server, restarted with --resume: the same weights as one that was left alone
+load         tokens/s of so many concurrent samples over the wire beside one in-process `sample_many`; what a forward_backward call costs
+             beside the one in this process
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "bench" / "results" / "serving.csv"
+BASE = "tiny:ascii-small"
+PROTOBUF = {"content-type": "application/x-protobuf"}
+sys.path.insert(0, str(REPO))
+
+
+class Server:
+    """serve.py in a process of its own."""
+
+    def __init__(self, folder: Path, *flags: str):
+        command = [sys.executable, str(REPO / "serve.py"), "--base-model", BASE, "--port", "0", "--output-dir", str(folder), *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split(" at ")[1].strip()
+        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=120)
+
+    def post(self, path: str, /, **fields) -> dict:
+        return self.http.post(path, json=fields).json()
+
+    def wait(self, asked: dict) -> httpx.Response:
+        while True:
+            answer = self.http.post("/retrieve_future", json={"request_id": asked["request_id"]})
+            if answer.status_code != 408:
+                return answer
+
+    def model(self) -> str:
+        self.session = self.post("create_session", tags=[])["session_id"]
+        fields = {"session_id": self.session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}
+        return self.wait(self.post("create_model", **fields)).json()["model_id"]
+
+    def learn(self, model: str, seq: int, rows: list[list[int]]) -> dict:
+        return self.http.post("/forward_backward", content=body(model, seq, rows), headers=PROTOBUF).json()
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        self.process.send_signal(how)
+        self.process.wait(120)
+
+
+def body(model: str, seq: int, rows: list[list[int]]) -> bytes:
+    from rl.serve import wire
+
+    message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    for row in rows:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], "<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense, targets.dtype = np.asarray(row[1:], "<i8").tobytes(), wire.INT64
+        targets.shape.append(len(row) - 1)
+    return message.SerializeToString()
+
+
+def rows_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(2, 90, (count, length + 1)).tolist()
+
+
+def fuzz(folder: Path, count: int) -> dict[str, str]:
+    server, rng, seen = Server(folder), np.random.default_rng(0), dict[int, int]()
+    model = server.model()
+    good = body(model, 1, rows_of(2, 6))
+    for _ in range(count):
+        raw = bytearray(good if rng.random() < 0.7 else rng.bytes(int(rng.integers(0, 200))))
+        for at in rng.integers(0, max(len(raw), 1), int(rng.integers(1, 12))) if raw else ():
+            raw[at] = int(rng.integers(0, 256))
+        answer = server.http.post("/forward_backward", content=bytes(raw[: int(rng.integers(0, len(raw) + 1))]), headers=PROTOBUF)
+        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
+        assert answer.status_code < 500 and "Traceback" not in answer.text, answer.text
+    alive = httpx.get(f"{server.url}/healthz").status_code
+    server.stop()
+    return {"answers": json.dumps(seen), "alive": str(alive)}
+
+
+def connections(folder: Path, count: int) -> dict[str, str]:
+    server = Server(folder)
+    model = server.model()
+    held = server.post("optim_step", model_id=model, seq_id=2, adam_params={})  # waits for the first, so that polls stay open
+
+    async def ask() -> tuple[int, float]:
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=120, limits=limits) as client:
+            polls = [asyncio.create_task(client.post("/retrieve_future", json=held)) for _ in range(count)]
+            await asyncio.sleep(3)
+            begin = time.perf_counter()
+            healthy = await asyncio.to_thread(httpx.get, f"{server.url}/healthz", timeout=60)
+            took = time.perf_counter() - begin
+            first = await asyncio.to_thread(lambda: server.post("optim_step", model_id=model, seq_id=1, adam_params={}))
+            assert "request_id" in first and healthy.status_code == 200
+            return sum(answer.status_code == 200 for answer in await asyncio.gather(*polls)), took
+
+    answered, took = asyncio.run(ask())
+    server.stop()
+    return {"answered": str(answered), "healthz_ms": f"{took * 1e3:.0f}"}
+
+
+def kill(folder: Path, count: int) -> dict[str, str]:
+    def train(server: Server, model: str, steps: range) -> list[dict]:
+        seen = []
+        for step in steps:
+            server.wait(server.learn(model, 2 * step + 1, rows_of(4, 8, step)))
+            asked = server.post("optim_step", model_id=model, seq_id=2 * step + 2, adam_params={"learning_rate": 1e-2})
+            seen.append(server.wait(asked).json()["metrics"])
+        return seen
+
+    whole = Server(folder / "whole")
+    expected = train(whole, whole.model(), range(count))
+    whole.stop()
+    server = Server(folder / "killed", "--durable")
+    model, seen = server.model(), []
+    for step in range(count):
+        seen += train(server, model, range(step, step + 1))
+        server.stop(signal.SIGKILL)
+        server = Server(folder / "killed", "--durable", "--resume")
+    server.stop()
+    return {"updates": str(count), "equal": str(seen == expected)}
+
+
+def load(folder: Path, count: int) -> dict[str, str]:
+    from rl.clients import ServiceClient
+    from rl.sampler import Request
+    from rl.types import Datum, ModelInput, SamplingParams
+
+    tokens, rows = 64, rows_of(16, 256)
+    server = Server(folder)
+    model = server.model()
+    sampler = server.wait(server.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)).json()
+    data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
+
+    async def wave(begin: int) -> float:
+        params = {"max_tokens": tokens, "stop": []}
+        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=300) as client:
+            start = time.perf_counter()
+
+            async def one(i: int) -> None:
+                prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}
+                fields = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": begin + i, "prompt": prompt}
+                asked = (await client.post("/asample", json={**fields, "sampling_params": params})).json()
+                answer = await client.post("/retrieve_future", json={"request_id": asked["request_id"]})
+                assert len(answer.json()["sequences"][0]["tokens"]) == tokens
+
+            await asyncio.gather(*(one(i) for i in range(count)))
+            return count * tokens / (time.perf_counter() - start)
+
+    with ServiceClient(output_dir=folder / "here") as service:
+        client = service.create_lora_training_client(BASE, 4, 7)
+        own = client.save_weights_and_get_sampling_client()
+        params = SamplingParams(tokens, stop=[])
+        there, here, calls, mine = [], [], [], []
+        for turn in range(4):  # in pairs, one after the other; the first warms up
+            there.append(asyncio.run(wave(turn * count)))
+            begin = time.perf_counter()
+            own.sample_many([Request(prompt=[4, 5 + i], params=params, seed=turn, problem=i) for i in range(count)]).result()
+            here.append(count * tokens / (time.perf_counter() - begin))
+            begin = time.perf_counter()
+            server.wait(server.learn(model, turn + 2, rows))
+            calls.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            client.forward_backward(data, "cross_entropy").result()
+            mine.append(time.perf_counter() - begin)
+    server.stop()
+    share, more = np.median(np.divide(there[1:], here[1:])), np.median(np.subtract(calls[1:], mine[1:]))
+    said = {"wire tokens/s": f"{np.median(there[1:]):.0f}", "in-process tokens/s": f"{np.median(here[1:]):.0f}", "share": f"{share:.2f}"}
+    return {**said, "call of 4096 tokens, more ms": f"{more * 1e3:.1f}", "in-process ms": f"{np.median(mine[1:]) * 1e3:.0f}"}
+
+
+def main() -> None:
+    cases = {"fuzz": (fuzz, 10_000), "connections": (connections, 1000), "kill": (kill, 3), "load": (load, 64)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=cases)
+    parser.add_argument("--count", type=int)
+    args = parser.parse_args()
+    case, count = cases[args.case]
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        found = case(Path(folder) / "out", args.count or count)
+        took = f"{time.monotonic() - begin:.0f}"
+        row = {"case": args.case, "count": str(args.count or count), "seconds": took, "seen": json.dumps(found)}
+    print(row)
+    old = list(csv.DictReader(RESULTS.open())) if RESULTS.is_file() else []
+    before = [one for one in old if one["case"] != args.case]
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerows([*before, row])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,441 @@
+"""What bench/wrappers.py checks, package by package: (held, of, those that did not hold, in words)."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rl.environments import EnvironmentGroup, Limits, resolve_environment
+from rl.episodes import Rollouts, rollout
+from rl.models import load_model
+from rl.renderers import Renderer, get_renderer
+from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
+
+Found = tuple[int, int, list[str]]
+
+
+def renderer() -> Renderer:
+    return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
+
+
+class Scripted:
+    """A sampler whose answer is a function of the prompt's text, with the end mark that the renderer reads."""
+
+    info = {"max_context": None}
+
+    def __init__(self, render: Renderer, says: Callable[[str], str]):
+        self.render, self.says = render, says
+
+    def sample_many(self, requests: Sequence[Any]) -> Any:
+        responses = []
+        for request in requests:
+            text = self.says(self.render.tokenizer.decode(list(request.prompt)))
+            tokens = [*self.render.encode(text), *sorted(self.render.ends)[:1]]
+            one = SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)
+            responses.append(SampleResponse([one] * request.num_samples))
+        return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
+
+
+def played(spec: Any, says: Callable[[str], str], *, rows: Sequence[dict] = ({},), group: int = 1, seconds: float = 30.0) -> Rollouts:
+    """Episodes of an environment through the rollout."""
+    render = renderer()
+    metas = [{k: v for k, v in row.items() if k != "messages"} for row in rows]
+    problems = [Problem(row.get("messages", ()), meta, index=i) for i, (row, meta) in enumerate(zip(rows, metas, strict=True))]
+    groups = [EnvironmentGroup(spec, problem, group, render, limits=Limits(turns=40, seconds=seconds)) for problem in problems]
+    return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)
+
+
+def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
+    """Runs each case; what is false or raises is named."""
+    bad = []
+    for name, case in cases:
+        try:
+            if not case():
+                bad.append(f"{name}: does not hold")
+        except Exception as error:
+            bad.append(f"{name}: {type(error).__name__}: {str(error)[:100]}")
+    return len(cases) - len(bad), len(cases), bad
+
+
+# ------------------------------------------------------------------------------------------------------ reasoning-gym
+
+
+def _rg(task: str, **settings: Any) -> Any:
+    made = resolve_environment("reasoning_gym", task=task, **settings).make()
+    made.row, made.seed = {"index": 3, "split": "train"}, 0
+    return made
+
+
+def tasks_pay_their_own_answers() -> Found:
+    import reasoning_gym
+
+    def case(task: str) -> bool:
+        made = _rg(task)
+        question = made.start()
+        if made.entry["answer"] is None:  # several answers are right, and the task gives none
+            return bool(question) and made.step({"role": "assistant", "content": ""}).reward < 1
+        right = made.step({"role": "assistant", "content": f"I think <answer>{made.entry['answer']}</answer>"})
+        wrong = made.step({"role": "assistant", "content": "certainly not this"})
+        return bool(question) and right.reward >= 0.99 > wrong.reward and right.done
+
+    return counted([(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.DATASETS)])
+
+
+def curricula_have_their_levels() -> Found:
+    import reasoning_gym
+
+    def case(task: str) -> bool:
+        curriculum = reasoning_gym.factory.create_curriculum(task)
+        count = max(len(one.levels) for one in curriculum.attributes.values())
+        asked = []
+        for level in {0, count - 1}:
+            made = _rg(task, level=level)
+            asked.append(made.start())
+        return all(asked)
+
+    return counted([(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.CURRICULA)])
+
+
+def an_episode_through_the_rollout() -> Found:
+    spec = resolve_environment("reasoning_gym", task="chain_sum", levels=3)
+    rows = spec.make().rows("train", 9)
+    tests = [row for row in spec.make().rows("test", 9)]
+
+    def says(prompt: str) -> str:
+        sums = re.findall(r"(\d[\d +\-]*\d) = ?\?", prompt) or re.findall(r"(\d[\d +\-]*\d)", prompt)
+        return str(eval(sums[-1].replace("+0", "+"), {"__builtins__": {}}))  # digits and signs alone
+
+    found = played(spec, says, rows=rows)
+    rewards = [reward for one in found.groups for reward in one.get_total_rewards()]
+    asked = {split: [_question(spec, row) for row in given] for split, given in (("train", rows), ("test", tests))}
+    return counted([
+        ("levels are spread", lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
+        ("right answers are paid", lambda: rewards == [1.0] * 9),
+        ("training and held-out questions differ", lambda: not set(asked["train"]) & set(asked["test"])),
+        ("the same row asks the same", lambda: asked["train"] == [_question(spec, row) for row in rows]),
+    ])  # fmt: skip
+
+
+def _question(spec: Any, row: dict) -> str:
+    made = spec.make()
+    made.row = row
+    return made.start()
+
+
+# ---------------------------------------------------------------------------------------------------------- textarena
+
+
+def games_begin() -> Found:
+    """Every base game, begun with as few players as it takes, and one answer that is no move."""
+    import textarena as ta
+
+    names = sorted(name for name in ta.envs.registration.ENV_REGISTRY if re.fullmatch(r"[A-Za-z0-9]+-v0", name))
+
+    def case(name: str) -> bool:
+        made = resolve_environment("textarena", game=name).make()
+        made.seed, made.member = 5, 0
+        turn = made.start()
+        came = made.step({"role": "assistant", "content": "[0]"})
+        return bool(turn.messages) and isinstance(came.done, bool) and len(made.seats) >= 1
+
+    return counted([(name, lambda name=name: case(name)) for name in names])
+
+
+def halving(prompt: str) -> str:
+    low, high = 1, 20
+    for guess, hint in re.findall(r"\[(\d+)\].*?target number is (lower|higher)", prompt, re.DOTALL):
+        low, high = (low, int(guess) - 1) if hint == "lower" else (int(guess) + 1, high)
+    return f"[{(low + high) // 2}]"
+
+
+def games_are_played() -> Found:
+    guess = resolve_environment("textarena", game="GuessTheNumber-v0", rules=False)
+    found = played(guess, halving, rows=[{} for _ in range(20)], group=2)
+    rewards = [one.get_total_rewards() for one in found.groups]
+    board = resolve_environment("textarena", game="TicTacToe-v0")
+
+    def first_free(prompt: str) -> str:
+        taken = re.findall(r"\[(\d)\]", prompt.split("You are Player")[-1])
+        return f"[{next((i for i in '012345678' if i not in taken), '0')}]"
+
+    both = played(board, first_free, rows=[{} for _ in range(3)])
+    random_other = resolve_environment("textarena", game="TicTacToe-v0", others="random", moves=" ".join(f"[{i}]" for i in range(9)))
+    one = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
+    again = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
+    totals = [round(sum(group.get_total_rewards()), 6) for group in both.groups]
+    return counted([
+        ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
+        ("within 5 guesses", lambda: max(_turns(one) for g in found.groups for one in g.trajectories_G) <= 5),
+        ("a group's members meet the same number", lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in found.groups)),
+        ("self-play has a trajectory for each seat", lambda: len(both.groups) == 6),
+        ("one wins what the other loses", lambda: round(sum(totals), 6) == 0.0),
+        ("a game against a random player ends", lambda: not one.errors and len(one.groups) == 10),
+        ("and is a function of its seed, played beside others", lambda: _tokens(one) == _tokens(again)),
+    ])  # fmt: skip
+
+
+def _turns(one: Any) -> int:
+    return len(one.transitions)
+
+
+def _tokens(found: Rollouts) -> list:
+    return [[turn.ob.to_ints() for turn in one.transitions] for group in found.groups for one in group.trajectories_G]
+
+
+# ---------------------------------------------------------------------------------------------------------- skyrl-gym
+
+
+def skyrl_episodes() -> Found:
+    row = {"messages": [{"role": "user", "content": "What is 6*7? End with #### and the number."}], "answer": "42"}
+    once = resolve_environment("skyrl_gym", env="gsm8k")
+    several = resolve_environment("skyrl_gym", env="gsm8k_multi_turn")
+    right, wrong = (played(once, lambda _, s=s: s, rows=[row]).groups[0].get_total_rewards() for s in ("It is\n#### 42", "#### 41"))
+    answers = iter(["#### 1", "#### 2", "#### 42"])
+    found = played(several, lambda _: next(answers), rows=[row])
+    turns = found.groups[0].trajectories_G[0].transitions
+    return counted([
+        ("a right answer", lambda: right == [1.0]),
+        ("a wrong answer", lambda: wrong == [0.0]),
+        ("several turns, each with its reward", lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
+        ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
+        ("an unknown name", lambda: _refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
+    ])  # fmt: skip
+
+
+def _refused(name: str, text: str, **settings: Any) -> bool:
+    try:
+        resolve_environment(name, **settings).make()
+    except ValueError as error:
+        return text in str(error)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------- servers
+
+OPENENV_SERVER = '''
+import sys, uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Say(Action):
+    message: str
+
+class Heard(Observation):
+    text: str = ""
+    left: int = 0
+
+class Count(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def __init__(self):
+        super().__init__()
+        self.left = 0
+    def reset(self, seed=None, episode_id=None, **more):
+        self.left = 3
+        return Heard(text=f"Say {self.left}", left=self.left)
+    def step(self, action, timeout_s=None, **more):
+        right = action.message.strip() == str(self.left)
+        self.left -= 1
+        return Heard(text=f"Say {self.left}", left=self.left, reward=1.0 if right else 0.0, done=self.left == 0)
+    @property
+    def state(self):
+        return State(step_count=3 - self.left)
+
+uvicorn.run(create_fastapi_app(Count, Say, Heard, max_concurrent_envs=16), port=int(sys.argv[1]), log_level="error")
+'''
+
+MCP_SERVER = '''
+import sys, time
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("numbers")
+
+@server.tool()
+def multiply(a: int, b: int) -> int:
+    """Multiplies two whole numbers."""
+    return a * b
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fails."""
+    raise ValueError(why)
+
+@server.tool()
+def hang() -> str:
+    """Never answers."""
+    time.sleep(1000)
+
+server.run()
+'''
+
+
+def _script(text: str) -> str:
+    path = Path(tempfile.mkdtemp()) / "server.py"
+    path.write_text(text)
+    return str(path)
+
+
+def openenv_episodes() -> Found:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([sys.executable, _script(OPENENV_SERVER), str(port)])
+    try:
+        for _ in range(240):
+            time.sleep(0.5)
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+        spec = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", show="text")
+        found = played(spec, lambda prompt: re.findall(r"Say (\d)", prompt)[-1], rows=[{}, {}], group=2)
+        wrong = played(spec, lambda prompt: "9")
+        turns = found.groups[0].trajectories_G[0].transitions if found.groups else []
+        asjson = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", action="json")
+        strange = played(asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}')
+        metrics = [t.metrics for t in strange.groups[0].trajectories_G[0].transitions]
+        return counted([
+            ("episodes side by side", lambda: [g.get_total_rewards() for g in found.groups] == [[3.0, 3.0]] * 2),
+            ("each turn has its reward", lambda: [t.reward for t in turns] == [1.0] * 3),
+            ("wrong answers earn nothing", lambda: wrong.groups[0].get_total_rewards() == [0.0]),
+            ("an answer that is no action is told and counted", lambda: metrics[0].get("malformed_action") == 1.0 and len(metrics) == 4),
+            ("a server that is not there costs the episode", lambda: _nobody("openenv", url="http://127.0.0.1:9", wait_seconds=5.0)),
+        ])  # fmt: skip
+    finally:
+        server.terminate()
+
+
+def _nobody(name: str, **settings: Any) -> bool:
+    row = {"messages": [{"role": "user", "content": "?"}], "answer": "x"}
+    found = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
+    return not found.groups and len(found.errors) == 1
+
+
+def mcp_episodes() -> Found:
+    command = f"{sys.executable} {_script(MCP_SERVER)}"
+    from rl.environments.tools import run_calls
+    from rl.environments.wrappers.mcp import McpServer
+
+    server = McpServer(command, seconds=60.0)
+    try:
+        tools = {one.name: one for one in server.tools()}
+
+        def called(name: str, **arguments: Any) -> Any:
+            (call,) = run_calls({"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}, tools)
+            return call
+
+        object.__setattr__(tools["hang"], "seconds", 2.0)
+        hung = called("hang")
+        cases = [
+            ("its tools are listed", lambda: sorted(tools) == ["fail", "hang", "multiply"]),
+            ("their descriptions and parameters", lambda: all(w in str(tools["multiply"].schema) for w in ("Multiplies", "integer"))),
+            ("a call is answered", lambda: called("multiply", a=6, b=7).answer == "42"),
+            ("one that fails says so", lambda: "fail" in (called("fail", why="no luck").error or "")),
+            ("arguments that it does not take", lambda: called("multiply", a="six").error is not None),
+            ("one that hangs is given up", lambda: "longer than 2 s" in (hung.error or "")),
+        ]  # fmt: skip
+        found = counted(cases)
+    finally:
+        server.close()
+    spec = resolve_environment("mcp", server=command, only="multiply", call_seconds=60.0)
+    made = spec.make()
+    made.row, made.calls = {"messages": [{"role": "user", "content": "6*7?"}], "answer": "42"}, []
+    made.start()
+    whole = counted([
+        ("an environment offers what it is asked for", lambda: [one.name for one in made.tools] == ["multiply"]),
+        ("and pays by a reward", lambda: made.step({"role": "assistant", "content": "42"}).reward == 1.0),
+        ("a server that is not there costs the episode", lambda: _nobody("mcp", server="false", call_seconds=20.0)),
+    ])  # fmt: skip
+    made.close()
+    return found[0] + whole[0], found[1] + whole[1], found[2] + whole[2]
+
+
+# ------------------------------------------------------------------------------------------------------ tinker-cookbook
+
+
+def tinker_groups() -> Found:
+    import asyncio
+
+    import tinker
+    from tinker_cookbook.rl import types
+
+    from rl.environments.wrappers.tinker import TinkerGroup
+
+    render = renderer()
+    seen: list[Any] = []
+
+    class Count(types.Env):
+        def __init__(self, start: int):
+            self.left = start
+
+        async def initial_observation(self) -> Any:
+            await asyncio.sleep(0.01)
+            return self._asked(), [sorted(render.ends)[0]]
+
+        def _asked(self) -> Any:
+            return tinker.ModelInput.from_ints(render.build_generation_prompt([{"role": "user", "content": f"Say {self.left}"}]).to_ints())
+
+        async def step(self, action: list[int], *, extra: Any = None) -> Any:
+            seen.append((type(action), type(action[0]), extra))
+            await asyncio.sleep(0.01)
+            said = render.parse_response(action)[0]["content"]
+            right, self.left = said == str(self.left), self.left - 1
+            return types.StepResult(
+                float(right), self.left == 0, self._asked(), [sorted(render.ends)[0]], {"right": float(right)}, {"said": said}
+            )
+
+    class Broken(Count):
+        async def step(self, action: list[int], *, extra: Any = None) -> Any:
+            raise RuntimeError("no luck")
+
+    class Group(types.EnvGroupBuilder):
+        def __init__(self, *kinds: type):
+            self.kinds, self.cleaned = kinds, 0
+
+        async def make_envs(self) -> Any:
+            return [kind(3) for kind in self.kinds]
+
+        async def compute_group_rewards(self, trajectory_group: Any, env_group: Any) -> Any:
+            assert len(trajectory_group) == len(env_group)
+            assert all(isinstance(one, types.Trajectory) for one in trajectory_group)
+            return [(10.0, {"length": float(len(one.transitions[0].ac.tokens))}) for one in trajectory_group]
+
+        async def cleanup(self) -> None:
+            self.cleaned += 1
+
+        def logging_tags(self) -> list[str]:
+            return ["counting"]
+
+    made = [Group(Count, Count), Group(Count, Broken, Count)]
+    groups = [TinkerGroup(builder, i, seconds=20.0) for i, builder in enumerate(made)]
+    found = rollout(groups, Scripted(render, lambda p: re.findall(r"Say (\d)", p)[-1]), SamplingParams(max_tokens=8), seed=0)
+    return counted([
+        ("episodes and their group rewards", lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2),
+        ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
+        ("extra says why sampling stopped", lambda: {one[2]["stop_reason"] for one in seen} == {"stop"}),
+        ("metrics of steps and of groups", lambda: found.groups[0].metrics_G[0]["length"] == 2.0
+         and [t.metrics["right"] for t in found.groups[0].trajectories_G[0].transitions] == [1.0] * 3),
+        ("the tag", lambda: found.groups[0].tag == "counting"),
+        ("one that raises costs its episode", lambda: len(found.errors) == 1 and "no luck" in found.errors[0]),
+        ("groups are cleaned up", lambda: [one.cleaned for one in made] == [1, 1]),
+    ])  # fmt: skip
+
+
+CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
+    "reasoning-gym": [
+        ("every task pays its own answer and not another", tasks_pay_their_own_answers),
+        ("every curriculum asks at its first and last level", curricula_have_their_levels),
+        ("episodes through the rollout", an_episode_through_the_rollout),
+    ],
+    "textarena": [("every game begins and takes an answer", games_begin), ("games are played to their end", games_are_played)],
+    "skyrl-gym": [("episodes of one turn and of several", skyrl_episodes)],
+    "openenv-core": [("episodes on a server", openenv_episodes)],
+    "mcp": [("tools of a server", mcp_episodes)],
+    "tinker-cookbook": [("groups of environments", tinker_groups)],
+}

@@ -1,0 +1,85 @@
+"""Wrappers against the packages that they wrap, each installed from its requirements file into an environment of its own.
+
+    python bench/wrappers.py --out bench/results/wrappers.csv              (makes the environments; needs a package index)
+    python bench/wrappers.py --venvs DIR ...                               (DIR/<name> are there already)
+    python bench/wrappers.py --check textarena                             (in this environment, where the package is installed)
+
+A row says what was checked, how many held of how many, and how long it took; those that do not hold are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGES = ("reasoning-gym", "textarena", "skyrl-gym", "openenv-core", "mcp", "tinker-cookbook")
+FIELDS = ("package", "version", "what", "hold", "of", "seconds", "not")
+
+
+def make(folder: Path, name: str) -> Path:
+    """A virtual environment with the package, which finds the rest where this one has it."""
+    venv.create(folder, with_pip=False, clear=True)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "base.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    own = [line for line in (REPO / f"requirements-{name}.txt").read_text().splitlines() if line and not line.startswith(("#", "-r"))]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "-q", *own], check=True)
+    return python
+
+
+def check(name: str) -> list[dict]:
+    """The rows of one package, found by its checks in bench.wrapper_checks."""
+    from importlib.metadata import version
+
+    sys.path[:0] = [str(REPO), str(REPO / "bench")]
+    import wrapper_checks
+
+    rows = []
+    for what, function in wrapper_checks.CHECKS[name]:
+        begin = time.perf_counter()
+        held, of, bad = function()
+        seconds = round(time.perf_counter() - begin, 2)
+        print(name, what, held, of, seconds, *bad[:20], sep=" | ", file=sys.stderr, flush=True)
+        rows.append(dict(zip(FIELDS, (name, version(name), what, held, of, seconds, "; ".join(bad)[:1500]), strict=True)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", choices=PACKAGES, help="run the checks of one package here")
+    parser.add_argument("--only", nargs="+", choices=PACKAGES, default=PACKAGES)
+    parser.add_argument("--venvs", type=Path, help="a folder with an environment for each package")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.check:
+        print("\n" + json.dumps(check(args.check)))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.only:
+            python = args.venvs / name / "bin" / "python" if args.venvs else make(Path(scratch) / name, name)
+            run = subprocess.run([str(python), __file__, "--check", name], capture_output=True, text=True, cwd=REPO)
+            if run.returncode:
+                sys.exit(f"{name}: {run.stderr[-3000:]}")
+            rows += json.loads(run.stdout.splitlines()[-1])
+            for row in rows[-20:]:
+                if row["package"] == name:
+                    print(*(row[field] for field in FIELDS[:6]), row["not"][:300], flush=True)
+    if args.out is not None:
+        with args.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The kernels of `draw`: sums of exp over slices of the vocabulary, the slice that a uniform number falls into, the token in it.
+
+Slices are SUB columns. A row's slice is computed a second time, from SUB rows of W: at D = 4096 half a megabyte a row, where writing
+and reading logits would be four passes over 2 V bytes. Sums within a slice are float32, over slices float64.
+The random numbers are those of rl/sampler/streams.py (Philox4x32-10, 53 bits), bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import LOG2E
+from kernels.linear_logprob_triton import FLOOR, GROUP, TO_NATS, _item, _products
+from kernels.operands import matmul_options, operand
+from kernels.tiles import Tiles, device_of, tiles_for
+
+SUB = 64
+BATCH = ("N", "tiles", "slices")
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _slices_kernel(
+    x, w, scale_ptr, max_ptr, sum_ptr, N, V, tiles, stride_x, stride_w,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max), for every slice of SUB columns."""
+    block, split = _item(N, SPLITS, GROUP, BM)
+    rows = block * BM + tl.arange(0, BM)
+    inside = rows < N
+    scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
+    for tile in tl.range(split, tiles, SPLITS):
+        acc = _products(x, w, block * BM, tile * BN, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
+        cols = tile * BN + tl.arange(0, BN)
+        z = tl.where((cols < V)[None, :], acc * scale[:, None], FLOOR)
+        z = tl.reshape(z, (BM, BN // SUB, SUB))
+        top = tl.max(z, 2)
+        e = tl.sum(tl.exp2(z - top[:, :, None]), 2)
+        slices = tile * (BN // SUB) + tl.arange(0, BN // SUB)
+        at = slices.to(tl.int64)[None, :] * N + rows[:, None]
+        tl.store(max_ptr + at, top, mask=inside[:, None])
+        # A slice past V has FLOOR everywhere, and a sum that is not 0.
+        tl.store(sum_ptr + at, tl.where((slices * SUB < V)[None, :], e, 0.0), mask=inside[:, None])
+
+
+@triton.jit
+def _weights(max_ptr, sum_ptr, index, rows, inside, top, N, slices):
+    """What slices weigh in units of 2^top, float64; 0 past the end. `index` and `rows` broadcast to [slices, rows]."""
+    mask = (index < slices) & inside[None, :]
+    at = index.to(tl.int64) * N + rows[None, :]
+    largest = tl.load(max_ptr + at, mask=mask, other=FLOOR)
+    return (tl.exp2(largest - top[None, :]) * tl.load(sum_ptr + at, mask=mask, other=0.0)).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _pick_kernel(
+    max_ptr, sum_ptr, uniform_ptr, greedy_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, N, slices,
+    HAS_GREEDY: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Each row's slice, what of u times the total is left for it, its largest z, and log2 of the total."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = rows < N
+    place = tl.arange(0, BS)[:, None]
+    top = tl.full((BM,), FLOOR, tl.float32)
+    largest = tl.zeros((BM,), tl.int32)
+    for first in range(0, slices, BS):
+        mask = (first + place < slices) & inside[None, :]
+        m = tl.load(max_ptr + (first + place).to(tl.int64) * N + rows[None, :], mask=mask, other=FLOOR)
+        block_top = tl.max(m, 0)
+        lowest = tl.min(tl.where(m == block_top[None, :], first + place, 2147483647), 0)
+        largest = tl.where(block_top > top, lowest, largest)
+        top = tl.maximum(top, block_top)
+    total = tl.zeros((BM,), tl.float64)
+    for first in range(0, slices, BS):
+        total += tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
+    target = tl.load(uniform_ptr + rows, mask=inside, other=0.0) * total
+    running = tl.zeros((BM,), tl.float64)
+    before = tl.zeros((BM,), tl.float64)  # the sum of blocks that end at or below the target
+    chosen = tl.zeros((BM,), tl.int32)
+    last = tl.zeros((BM,), tl.int32)  # the last block whose sum is not 0: where rounding brings the target up to the total
+    last_before = tl.zeros((BM,), tl.float64)
+    for first in range(0, slices, BS):
+        block = tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
+        below = running + block <= target
+        last = tl.where(block > 0.0, first, last)
+        last_before = tl.where(block > 0.0, running, last_before)
+        running += block
+        before = tl.where(below, running, before)
+        chosen = tl.where(below, first + BS, chosen)
+    past = chosen > last
+    chosen = tl.where(past, last, chosen)
+    before = tl.where(past, last_before, before)
+    weight = _weights(max_ptr, sum_ptr, chosen[None, :] + place, rows, inside, top, N, slices)
+    below = tl.cumsum(weight, 0) <= (target - before)[None, :]
+    found = tl.min(tl.where(below | (weight <= 0.0), BS, place), 0)
+    found = tl.minimum(found, tl.max(tl.where(weight > 0.0, place, 0), 0))
+    before += tl.sum(tl.where(place < found[None, :], weight, 0.0), 0)
+    chosen += found
+    if HAS_GREEDY:
+        greedy = tl.load(greedy_ptr + rows, mask=inside, other=0) != 0
+        chosen = tl.where(greedy, largest, chosen)
+    tl.store(slice_ptr + rows, chosen, mask=inside)
+    tl.store(rest_ptr + rows, target - before, mask=inside)
+    tl.store(top_ptr + rows, top, mask=inside)
+    tl.store(lse_ptr + rows, top + tl.log2(total.to(tl.float32)), mask=inside)
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _search_kernel(
+    x_ptr, w_ptr, scale_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, greedy_ptr, token_ptr, logp_ptr, N, V, stride_x, stride_w,
+    D: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr, HAS_GREEDY: tl.constexpr,
+):  # fmt: skip
+    """The first token of the row's slice at which the sum passes what is left, and its logprob; a greedy row: its largest."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = rows < N
+    cols = tl.load(slice_ptr + rows, mask=inside, other=0)[:, None].to(tl.int64) * SUB + tl.arange(0, SUB)[None, :]
+    real = inside[:, None] & (cols < V)
+    z = tl.zeros((BM, SUB), tl.float32)
+    for k in range(0, D, BK):
+        depth = k + tl.arange(0, BK)
+        x = tl.load(x_ptr + rows[:, None] * stride_x + depth[None, :], mask=inside[:, None] & (depth < D)[None, :], other=0.0)
+        at = w_ptr + cols[:, :, None] * stride_w + depth[None, None, :]
+        w = tl.load(at, mask=real[:, :, None] & (depth < D)[None, None, :], other=0.0)
+        z += tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32), 2)
+    z = tl.where(real, z * tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None], FLOOR)
+    top = tl.load(top_ptr + rows, mask=inside, other=0.0)
+    weight = tl.where(real, tl.exp2(z - top[:, None]), 0.0).to(tl.float64)
+    below = tl.cumsum(weight, 1) <= tl.load(rest_ptr + rows, mask=inside, other=0.0)[:, None]
+    place = tl.arange(0, SUB)[None, :]
+    first = tl.min(tl.where(below | (weight <= 0.0), SUB, place), 1)  # the sum rises there, so its own weight is not 0
+    last = tl.max(tl.where(weight > 0.0, place, 0), 1)
+    index = tl.minimum(first, last)
+    if HAS_GREEDY:
+        greedy = tl.load(greedy_ptr + rows, mask=inside, other=0) != 0
+        index = tl.where(greedy, tl.min(tl.where(z == tl.max(z, 1)[:, None], place, SUB - 1), 1), index)
+    chosen = tl.sum(tl.where(place == index[:, None], z, 0.0), 1)
+    start = tl.load(slice_ptr + rows, mask=inside, other=0).to(tl.int64) * SUB
+    tl.store(token_ptr + rows, tl.minimum(start + index, V - 1), mask=inside)
+    tl.store(logp_ptr + rows, (chosen - tl.load(lse_ptr + rows, mask=inside, other=0.0)) * TO_NATS, mask=inside)
+
+
+@triton.jit(do_not_specialize=("N",))
+def _uniforms_kernel(seed_ptr, problem_ptr, index_ptr, position_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    """53 bits of Philox4x32-10 under the key `seed` at the counter (position, index, problem)."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < N
+    seed = tl.load(seed_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    problem = tl.load(problem_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    index = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    position = tl.load(position_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    c0, c1 = position.to(tl.uint32), index.to(tl.uint32)
+    c2, c3 = problem.to(tl.uint32), (problem >> 32).to(tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    word0, word1, _, _ = tl.philox_impl(c0, c1, c2, c3, k0, k1, 10)
+    bits = ((word0.to(tl.uint64) << 32) | word1.to(tl.uint64)) >> 11
+    tl.store(out_ptr + rows, bits.to(tl.float64) * 1.1102230246251565e-16, mask=inside)
+
+
+# ------------------------------------------------------------------------------------------------------------ launch
+
+
+def uniforms(seed_N: Tensor, problem_N: Tensor, index_N: Tensor, position_N: Tensor, block: int = 128) -> Tensor:
+    """Float64 in [0, 1), one for each row; int64 arguments hold the 64 bits of what rl/sampler/streams.py takes."""
+    out = torch.empty(len(seed_N), dtype=torch.float64, device=seed_N.device)
+    given = [t.contiguous() for t in (seed_N, problem_N, index_N, position_N)]
+    _uniforms_kernel[(triton.cdiv(len(seed_N), block),)](*given, out, len(seed_N), BLOCK=block, num_warps=4)
+    return out
+
+
+def draw(
+    x_ND: Tensor, w_VD: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None, *,
+    tiles: Tiles | None = None, splits: int = 132, pick: tuple[int, int] = (8, 64), search: tuple[int, int] = (1, 64),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As in draw.py. `pick`: rows and slices a program takes; `search`: rows and depth."""
+    tiles = tiles or tiles_for(x_ND.shape[1], x_ND.dtype, device_of(x_ND))
+    x, w, N, V = operand(x_ND), operand(w_VD), len(x_ND), len(w_VD)
+    sub = min(SUB, tiles.columns)
+    scale = (LOG2E / temperature_N.float()).contiguous()
+    count = triton.cdiv(V, tiles.columns)
+    slices = count * (tiles.columns // sub)
+    most, total = (torch.empty((slices, N), dtype=torch.float32, device=x.device) for _ in range(2))
+    x_arg, w_arg, options = matmul_options(x, w, tiles)
+    splits = min(splits, count)
+    _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
+        x_arg, w_arg, scale, most, total, N, V, count, x.stride(0), w.stride(0), SUB=sub, SPLITS=splits, GROUP=GROUP, **options
+    )  # fmt: skip
+    chosen = torch.empty(N, dtype=torch.int32, device=x.device)
+    rest = torch.empty(N, dtype=torch.float64, device=x.device)
+    top, lse, logp = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(3))
+    token = torch.empty(N, dtype=torch.int64, device=x.device)
+    uniform, greedy = uniform_N.contiguous(), chosen if greedy_N is None else greedy_N.to(torch.uint8)
+    has = greedy_N is not None
+    _pick_kernel[(triton.cdiv(N, pick[0]),)](
+        most, total, uniform, greedy, chosen, rest, top, lse, N, slices, HAS_GREEDY=has, BM=pick[0], BS=pick[1], num_warps=4
+    )  # fmt: skip
+    _search_kernel[(triton.cdiv(N, search[0]),)](
+        x, w, scale, chosen, rest, top, lse, greedy, token, logp, N, V, x.stride(0), w.stride(0), D=x.shape[1], BM=search[0],
+        SUB=sub, BK=search[1], HAS_GREEDY=has, num_warps=4,
+    )  # fmt: skip
+    return token, logp

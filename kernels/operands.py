@@ -1,0 +1,74 @@
+"""Operands as the kernels and cuBLAS take them: aligned rows, descriptors, products that add up in float32."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.device_checks import adds_in_place
+from kernels.tiles import Tiles, device_of
+
+Operand: TypeAlias = Tensor | TensorDescriptor
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1), for tests without a GPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def mm32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 from operands of lower precision, without rounding in between."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with `total` in float32; in one pass over it where torch has that product (8 bytes an element fewer)."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda and adds_in_place(a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(mm32(a, b))
+
+
+def cut_rows(tensor: Tensor, rows: slice) -> Tensor:
+    """tensor[rows]; without Python's indexing, which asks a device even of tensors that have none."""
+    return tensor.narrow(0, rows.start, rows.stop - rows.start)
+
+
+def operand(tensor: Tensor) -> Tensor:
+    """As the copy engine, and fast loads through pointers, need it: rows that begin at 16 bytes, their elements side by side.
+
+    Rows of another length get zeros at their end, which no product notices. Unaligned ones are ten times slower than the copy.
+    """
+    lines = 16 // tensor.element_size()
+    missing = -tensor.shape[1] % lines
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    fits = tensor.stride(-1) == 1 and tensor.stride(0) % lines == 0 and _address(tensor) % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if type(tensor) not in (Tensor, torch.nn.Parameter) else tensor.data_ptr()  # a fake tensor has none
+
+
+def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Operand, Operand, dict[str, Any]]:
+    """x and w as the kernels take them, and the compile-time options of every kernel that multiplies."""
+    descriptors = device_of(x).descriptors and x.shape[1] > 0
+    options = {
+        "D": x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESCRIPTORS": descriptors,
+        "UPCAST": interpreting(),
+        # Three tf32 products keep float32's accuracy at a third of tf32's speed; "ieee" would not use the tensor cores.
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+    if not descriptors:
+        return x, w, options
+    x_rows, w_rows = [tiles.rows, tiles.depth], [tiles.columns, tiles.depth]
+    return TensorDescriptor.from_tensor(x, x_rows), TensorDescriptor.from_tensor(w, w_rows), options

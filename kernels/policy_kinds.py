@@ -1,0 +1,5 @@
+"""What `policy_loss` knows by name, in the order that its kernels count them."""
+
+KINDS = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+KL_KINDS = ("k1", "k2", "k3")
+METRICS = ("loss", "tokens", "ratio", "clipped_low", "clipped_high", "kl_v1", "kl_v2", "kl_ref")

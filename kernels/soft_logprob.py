@@ -1,0 +1,66 @@
+"""`soft_logprob`: hidden states and an LM head to the logprobs of K given tokens at each position, without logits.
+
+log p(y_k) = z_k - lse: the log-sum-exp (and the entropy) come from linear_logprob, whose memory is flat in the vocabulary; the K
+scores are products of a hidden state with K rows of W, a block of positions at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.common import under_autocast, without_autocast
+from kernels.linear_logprob import linear_logprob
+
+BLOCK = 1 << 24  # numbers of W's rows gathered at once, float32
+
+
+class _Scores(torch.autograd.Function):
+    """x_t . W[y_tk] in float32, [T, K]."""
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, w_VD: Tensor, y_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, w_VD, y_TK)
+        parts = [torch.einsum("td,tkd->tk", x.float(), w_VD[y].float()) for x, y in _blocks(w_VD, y_TK, x_TD, y_TK)]
+        return torch.cat(parts) if parts else x_TD.new_zeros(y_TK.shape, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, g_TK: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TD, w_VD, y_TK = ctx.saved_tensors
+        dx, dw = None, None
+        if ctx.needs_input_grad[0]:
+            parts = [torch.einsum("tk,tkd->td", g, w_VD[y].float()) for g, y in _blocks(w_VD, y_TK, g_TK, y_TK)]
+            dx = torch.cat(parts).to(x_TD.dtype) if parts else torch.zeros_like(x_TD)
+        if ctx.needs_input_grad[1]:
+            # Rows of W that were asked for add up in float32 and are rounded once.
+            rows, at_TK = y_TK.unique(return_inverse=True)
+            sums = torch.zeros(len(rows), w_VD.shape[1], dtype=torch.float32, device=w_VD.device)
+            for x, g, at in _blocks(w_VD, y_TK, x_TD, g_TK, at_TK):
+                sums.index_add_(0, at.flatten(), (g.unsqueeze(2) * x.float().unsqueeze(1)).flatten(0, 1))
+            dw = torch.zeros_like(w_VD).index_copy_(0, rows, sums.to(w_VD.dtype))
+        return dx, dw, None
+
+
+def _blocks(w_VD: Tensor, y_TK: Tensor, *tensors: Tensor):
+    step = max(1, BLOCK // max(1, y_TK.shape[1] * w_VD.shape[1]))
+    return zip(*(tensor.split(step) for tensor in tensors), strict=True) if len(y_TK) else ()
+
+
+def soft_logprob(
+    hidden_TD: Tensor, weight_VD: Tensor, target_TK: Tensor, bias_V: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, *, entropy: bool = True, **settings: object,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Logprobs [T, K] of the targets, and entropies [T] (None where not asked for), float32; gradients as of linear_logprob,
+    which takes `settings` as well and names a first target of a position that lies outside [0, V)."""
+    cast = under_autocast(hidden_TD, weight_VD)
+    hidden, weight = cast[0], cast[1]
+    assert hidden is not None and weight is not None
+    y = target_TK.long()
+    _, found, lse = linear_logprob(
+        hidden, weight, y[:, 0], bias=bias_V, temperature=temperature, softcap=softcap, entropy=entropy, **settings  # type: ignore[arg-type]
+    )  # fmt: skip
+    with without_autocast(hidden):
+        z = _Scores.apply(hidden, weight, y)
+        z = z if bias_V is None else z + bias_V.float()[y]
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        return z / temperature - lse.unsqueeze(1), found

@@ -1,0 +1,116 @@
+"""What is asked of a learner, looked at before it runs: losses, their settings, datums. Every error is a ValueError at the call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.episodes import check_datum
+from rl.errors import BadRequestError
+from rl.images import reader_of, without_reader
+from rl.losses import KL_KINDS, LossSpec, check_config, get_loss
+from rl.types import Datum, ImageAssetPointerChunk, ImageChunk, ModelInput
+from rl.types.checked import number
+
+_POSITIVE = {"least": 0.0, "open_ends": True}
+# what each key of a loss_fn_config may be: in words, and in numbers
+_RANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "temperature": ("a positive number of at least 0.001, at which the learner scores", {"least": 1e-3}),
+    "clip_low_threshold": ("a ratio of at least 0, such as 0.8", {"least": 0.0}),
+    "clip_high_threshold": ("a ratio of at least 0, such as 1.2", {"least": 0.0}),
+    "label_smoothing": ("at least 0 and below 0.5", {"least": 0.0, "most": 0.5}),
+    "length_normalise": ("0 or 1", {"least": 0.0, "most": 1.0}),
+    "tau": ("a positive number", _POSITIVE),
+    "expectile": ("above 0 and below 1", {"least": 0.0, "most": 1.0, "open_ends": True}),
+    "value_clip": ("positive (how far a value may move from values_old), or left out", _POSITIVE),
+}
+_PLAIN: tuple[str, dict[str, Any]] = ("a finite number", {})
+
+
+def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a key that the loss does not have, or a value that means nothing."""
+    for key, value in config.items():
+        if key not in loss.known_config:
+            raise BadRequestError(f"loss_fn_config has the key {key!r}; {name} takes {', '.join(loss.known_config)}")
+        if key == "kl_kind":
+            if value not in KL_KINDS:
+                raise BadRequestError(f"loss_fn_config has kl_kind {value!r}: one of {', '.join(KL_KINDS)}")
+        elif key == "beta":
+            zero = name == "dro"  # DPO and IPO divide by it or have no gradient without
+            number("beta", value, f"a {'non-negative' if zero else 'positive'} number, such as 0.1", least=0.0, open_ends=not zero)
+        elif key == "clip_high_threshold" and isinstance(value, float) and value == math.inf:
+            continue  # no upper bound
+        elif not (key == "value_clip" and value is None):
+            wanted, limits = _RANGES.get(key, _PLAIN)
+            number(key, float(value) if isinstance(value, bool) else value, wanted, **limits)
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    if low > high and "clip_low_threshold" in loss.known_config:
+        raise BadRequestError(f"clip_low_threshold {low} lies above clip_high_threshold {high}: both are ratios, such as 0.8 and 1.2")
+    check_config(config)
+
+
+def check_call(data: Sequence[Datum], name: str, config: Mapping[str, Any], info: Mapping[str, Any]) -> LossSpec:
+    """The loss of that name, where every datum fits it and the model (`info`: the client's). Raises ValueError naming what does not."""
+    if not isinstance(name, str):
+        raise BadRequestError(f"loss_fn is the name of a loss, got {name!r}: a function goes to forward_backward_custom")
+    loss = get_loss(name)
+    check_loss_config(name, loss, config)
+    if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
+        raise BadRequestError(f"data is a list of types.Datum, got {_kind_of(data)}")
+    if len(data) % loss.group:
+        raise BadRequestError(f"{name} takes datums in groups of {loss.group}, one after the other; {len(data)} datums were given")
+    if loss.needs_values(config):
+        need_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
+    for i, datum in enumerate(data):
+        check_datum(
+            i, datum, required=loss.required, known=loss.known_fields, soft_targets=loss.soft_targets, vocab_size=info["vocab_size"],
+            max_context=info["max_context"],
+        )  # fmt: skip
+        loss.check_terms(i, datum.loss_fn_inputs, config)
+        if datum.temperature is not None:
+            wanted = "0 (greedy) or at least 0.001: logits are divided by it"
+            if number(f"datum {i}: temperature", datum.temperature, wanted, least=0.0) != 0:
+                number(f"datum {i}: temperature", datum.temperature, wanted, least=1e-3)
+    return loss
+
+
+def settled(given: Any, info: Mapping[str, Any]) -> Any:
+    """An input whose images have their tokens, as the model of `info` reads them; anything else as it is.
+
+    UserError for images where the model reads text alone, or reads an image as other tokens than were expected.
+    """
+    if not _has_images(given):
+        return given
+    reader = reader_of(info["tokenizer"])
+    if reader is None:
+        raise without_reader(info["base_model"])
+    return reader.settled(given)
+
+
+def with_images(data: Sequence[Datum], info: Mapping[str, Any]) -> Sequence[Datum]:
+    """The datums, their inputs `settled`; the same list where none holds an image."""
+    if not isinstance(data, Sequence) or not any(isinstance(one, Datum) and _has_images(one.model_input) for one in data):
+        return data
+    found = []
+    for datum in data:
+        found.append(datum.with_inputs(datum.loss_fn_inputs) if isinstance(datum, Datum) else datum)
+        if isinstance(datum, Datum):
+            found[-1].model_input = settled(datum.model_input, info)
+    return found
+
+
+def _has_images(given: Any) -> bool:
+    kinds = (ImageChunk, ImageAssetPointerChunk)
+    return isinstance(given, ModelInput) and any(isinstance(chunk, kinds) for chunk in given.chunks)
+
+
+def need_value_head(info: Mapping[str, Any], what: str) -> None:
+    if not info["value_head"]:
+        raise BadRequestError(f"{what} reads values, and this model has no value head: create the client with value_head=True")
+
+
+def _kind_of(data: Any) -> str:
+    if not isinstance(data, Sequence):
+        return f"a {type(data).__name__}"
+    return "one that holds a " + next(type(datum).__name__ for datum in data if not isinstance(datum, Datum))

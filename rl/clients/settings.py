@@ -1,0 +1,27 @@
+"""How a rank's worker learns and samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl.learner import LearnerSettings
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts."""
+
+    kv_cache_tokens: int = 262_144
+    max_rows: int = 1024
+    kind: str = "auto"
+    router_replay: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    dtype: str = "auto"
+    timeout_seconds: float = 1800.0  # of one wait for another rank
+    stop_grace_seconds: float = 90.0  # see rl.ranks.interrupts
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    sampler: SamplerSettings = field(default_factory=SamplerSettings)
+    share_bases: bool = False  # see rl.clients.bases

@@ -1,0 +1,116 @@
+"""What a rank does of a stream: an engine that lives on between verbs, a few steps at a time.
+
+A stream is a sampler that others may join while it runs. Every rank has its own engine of it and takes the requests that the driver
+has dealt to it; a slice is so many steps of each, so other verbs (an update, an evaluation) stand between two slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from rl.sampler import Engine, Request
+from rl.types import SampledSequence, SampleResponse
+
+
+@dataclass
+class Slice:
+    """What came of a slice: requests that have ended (an error: that was refused), by ticket; the engines' counters since the last one.
+
+    `drawn`: what running samples have drawn in all, by ticket and sample, where that was asked for.
+    """
+
+    finished: dict[int, SampleResponse | ValueError] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    drawn: dict[int, dict[int, SampledSequence]] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, parts: Sequence[Slice]) -> Slice:
+        """What all ranks did, tickets in order."""
+        whole = cls()
+        for part in parts:
+            whole.finished |= part.finished
+            whole.drawn |= part.drawn
+            for name, count in part.counters.items():
+                peak = name.startswith("peak_")
+                before = whole.counters.get(name, 0)
+                whole.counters[name] = max(before, count) if peak else before + count
+        whole.finished = dict(sorted(whole.finished.items()))
+        return whole
+
+
+class Stream:
+    """This rank's engine of one stream, and who asked for what."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.version_id = -1  # of the weights, as the worker numbers them
+        self.tickets: dict[int, int] = {}  # by the engine's number of the request
+        self._counted: dict[str, int] = {}
+
+    def take(self, arrived: Mapping[int, Request], dropped: Sequence[int]) -> dict[int, SampleResponse | ValueError]:
+        """Lets requests in, and others go; what cannot run back."""
+        refused: dict[int, SampleResponse | ValueError] = {}
+        for number in [number for number, ticket in self.tickets.items() if ticket in set(dropped)]:
+            self.engine.drop(number)
+            del self.tickets[number]
+        for ticket, request in arrived.items():
+            try:
+                self.tickets[self.engine.add(request)] = ticket
+            except ValueError as error:
+                refused[ticket] = error.with_traceback(None)
+        return refused
+
+    def run(self, steps: int) -> dict[int, SampleResponse]:
+        finished: dict[int, SampleResponse] = {}
+        for _ in range(steps):
+            if not self.engine.busy:
+                break
+            for done in self.engine.step():
+                finished[self.tickets.pop(done.request_id)] = done.response
+        return finished
+
+    def drawn(self) -> dict[int, dict[int, SampledSequence]]:
+        return {self.tickets[number]: samples for number, samples in self.engine.drawn().items()}
+
+    def counters(self) -> dict[str, int]:
+        """Since they were last asked for."""
+        now = asdict(self.engine.counters)
+        since = {name: count if name.startswith("peak_") else count - self._counted.get(name, 0) for name, count in now.items()}
+        self._counted = now
+        return since
+
+    def unfinished(self) -> dict[int, Request]:
+        return {self.tickets[number]: request for number, request in self.engine.unfinished()}
+
+    def anew(self, engine: Engine) -> None:
+        """Everything goes on in another engine, which reads what was drawn so far again."""
+        left, self.engine, self.tickets = self.unfinished(), engine, {}
+        self._counted = {}
+        for ticket, request in left.items():
+            self.tickets[engine.add(request)] = ticket
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a slice is asked to do. `arrived`: (ticket, rank that takes it, request). `anew`: caches are read again first."""
+
+    steps: int
+    arrived: Sequence[tuple[int, int, Request]] = ()
+    dropped: Sequence[int] = ()
+    left: Sequence[str] = ()  # conversations that have no further turn
+    anew: bool = False
+    shows: bool = False  # whether to tell what running samples have drawn so far
+
+
+def run_slice(stream: Stream, asked: Asked, rank: int, make_engine: Callable[[], Engine]) -> Slice:
+    """This rank's part of a slice."""
+    if asked.anew:
+        stream.anew(make_engine())
+    mine = {ticket: request for ticket, to, request in asked.arrived if to == rank}
+    for name in asked.left:
+        stream.engine.forget(name)
+    refused = stream.take(mine, asked.dropped)
+    done = stream.run(asked.steps)
+    part = Slice({**refused, **done}, stream.counters())
+    return replace(part, drawn=stream.drawn()) if asked.shows else part

@@ -1,0 +1,34 @@
+"""Rewards to advantages: baselines, returns, shaping, KL, schedules."""
+
+from rl.credit.advantages import (
+    OVER_BATCH,
+    WITHIN_GROUP,
+    PerProblemMean,
+    RunningMean,
+    batch_normalised,
+    has_signal,
+    returns_to_go,
+    token_advantages,
+)
+from rl.credit.corrections import Correction, corrected, episodes
+from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
+from rl.credit.shaping import RewardShaper
+
+__all__ = [
+    "AdaptiveKL",
+    "Correction",
+    "OVER_BATCH",
+    "PerProblemMean",
+    "RewardShaper",
+    "RunningMean",
+    "WITHIN_GROUP",
+    "batch_normalised",
+    "corrected",
+    "episodes",
+    "gaps",
+    "has_signal",
+    "kl_metrics",
+    "penalised",
+    "returns_to_go",
+    "token_advantages",
+]

@@ -1,0 +1,243 @@
+"""The shapes of published sets of programming problems. Each reads a row to a prompt, tests in meta["tests"], a solution if there is one.
+
+meta["tests"] says what a program is run with, as plain data (rl.rewards.code reads it): {"style": "asserts", "setup", "asserts",
+"entry_point"}, {"style": "dialogues", "cases": [[stdin, stdout], ...]} or {"style": "calls", "function", "cases": [[arguments, result],
+...]}. What is expected stays in meta: of it the model sees what its prompt says, and its program only inputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.data.formats import Read, RowFormat
+from rl.data.rows import BadRow, NoColumn
+
+INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
+_TRAIN, _VALIDATION, _TEST, _FEW_SHOT = range(601, 975), range(511, 601), range(11, 511), range(1, 11)
+_MOST_UNPACKED = 1 << 28  # bytes of one problem's packed tests
+
+
+class MBPP(RowFormat):
+    """text (sanitized: prompt), code, test_list; test_setup_code or test_imports. Austin et al. 2021, arXiv 2108.07732.
+
+    The prompt shows the first assert, which names the function; all of them test it.
+    """
+
+    def read(self, columns: Mapping[str, Any]) -> Read:
+        asked = _text(columns, "text" if "text" in columns else "prompt")
+        asserts, solution = _texts(columns, "test_list"), _text(columns, "code").replace("\r\n", "\n")
+        if not asserts:
+            raise BadRow("'test_list' is empty")
+        setup = columns.get("test_setup_code") or "\n".join(_texts(columns, "test_imports") if "test_imports" in columns else [])
+        for test in asserts:
+            if not _is_python(test):
+                raise BadRow(f"'test_list' holds what is no Python: {test[:60]!r}")
+        tests = {"style": "asserts", "setup": setup, "asserts": asserts, "entry_point": None}
+        prompt = f"{asked.strip()}\n\nYour code should pass tests such as:\n\n{asserts[0]}{INSTRUCTION}"
+        return _problem(prompt, tests, solution, columns, ("text", "prompt", "code"))
+
+    def split_of(self, columns: Mapping[str, Any]) -> str | None:
+        """As published, by task_id: 601 to 974 train, 511 to 600 validation, 11 to 510 test, 1 to 10 examples in prompts."""
+        number = columns.get("task_id")
+        splits = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST, "prompt": _FEW_SHOT}
+        return next((name for name, ids in splits.items() if type(number) is int and number in ids), None)
+
+
+class HumanEval(RowFormat):
+    """prompt (a function's head and docstring), canonical_solution (its body), test (`check(candidate)`), entry_point.
+
+    Chen et al. 2021, arXiv 2107.03374. A program that does not define the function is taken for its body.
+    """
+
+    def read(self, columns: Mapping[str, Any]) -> Read:
+        head, test, name = _text(columns, "prompt"), _text(columns, "test"), _text(columns, "entry_point")
+        if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
+            raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
+        if not _is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
+            raise BadRow("'test' is no Python that defines check(candidate)")
+        tests = {"style": "asserts", "setup": "", "asserts": [test], "entry_point": name}
+        body = columns.get("canonical_solution")
+        solution = head + body if isinstance(body, str) else None
+        prompt = f"Complete this function.\n\n```python\n{head.rstrip()}\n```{INSTRUCTION}"
+        found = _problem(prompt, tests, solution, columns, ("prompt", "canonical_solution"))
+        return found._replace(meta={**found.meta, "head": head})
+
+
+class APPS(RowFormat):
+    """question, input_output (JSON: inputs, outputs, and fn_name where a function is called), starter_code, solutions (JSON, a list).
+
+    Hendrycks et al. 2021, arXiv 2105.09938.
+    """
+
+    def read(self, columns: Mapping[str, Any]) -> Read:
+        asked, cases = _text(columns, "question"), _json(columns, "input_output", dict)
+        inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+            raise BadRow("'input_output' holds no inputs with as many outputs: nothing to test by")
+        if function is None:
+            tests = _dialogues([(_joined(given), _joined(wanted)) for given, wanted in zip(inputs, outputs, strict=True)])
+        else:
+            if not isinstance(function, str) or not function.isidentifier() or not all(isinstance(given, list) for given in inputs):
+                raise BadRow(f"'input_output' calls {str(function)[:40]!r} with what are no lists of arguments")
+            # a result stands in a list of its own: [12] for 12, and [[1, 2]] for [1, 2]
+            single = [wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted for wanted in outputs]
+            tests = _calls(function, [list(case) for case in zip(inputs, single, strict=True)])
+        solutions = _json(columns, "solutions", list) if columns.get("solutions") else []
+        solution = next((text for text in solutions if isinstance(text, str) and text.strip()), None)
+        prompt = _asked(asked, columns.get("starter_code"), function)
+        return _problem(prompt, tests, solution, columns, ("question", "input_output", "solutions", "starter_code"))
+
+
+class LiveCodeBench(RowFormat):
+    """question_content, public_test_cases and private_test_cases (JSON lists of input, output, testtype), starter_code, metadata.
+
+    Jain et al. 2024, arXiv 2403.07974. Private tests may be packed (base64 of zlib of a pickled text), of which only a text is read.
+    """
+
+    def read(self, columns: Mapping[str, Any]) -> Read:
+        asked, cases = _text(columns, "question_content"), _json(columns, "public_test_cases", list)
+        if columns.get("private_test_cases"):
+            cases = [*cases, *_private(columns["private_test_cases"])]
+        if not cases or not all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases):
+            raise BadRow("'public_test_cases' is a list of {input, output, testtype}")
+        kinds = {case.get("testtype", "stdin") for case in cases}
+        function = None
+        if kinds == {"functional"}:
+            named = _json(columns, "metadata", dict).get("func_name")
+            if not isinstance(named, str) or not named.rpartition(".")[2].isidentifier():
+                raise BadRow("'metadata' has no func_name, and 'public_test_cases' call a function")
+            function = named.rpartition(".")[2]
+            tests = _calls(function, [_call(case) for case in cases])
+        elif kinds == {"stdin"}:
+            tests = _dialogues([(str(case["input"]), str(case["output"])) for case in cases])
+        else:
+            raise BadRow(f"'testtype' is stdin or functional, the same for all tests of a problem; here are {sorted(map(str, kinds))}")
+        prompt = _asked(asked, columns.get("starter_code"), function)
+        used = ("question_content", "public_test_cases", "private_test_cases", "starter_code", "metadata")
+        return _problem(prompt, tests, None, columns, used)
+
+
+def looks_like(columns: Mapping[str, Any]) -> str | None:
+    """Which of these shapes a row has, by its columns."""
+    shapes = {
+        "humaneval": {"prompt", "entry_point", "test"},
+        "mbpp": {"code", "test_list"},
+        "apps": {"question", "input_output"},
+        "livecodebench": {"question_content", "public_test_cases"},
+    }
+    return next((name for name, wanted in shapes.items() if wanted <= columns.keys()), None)
+
+
+def _problem(prompt: str, tests: Mapping[str, Any], solution: str | None, columns: Mapping[str, Any], used: Sequence[str]) -> Read:
+    meta = {**{name: value for name, value in columns.items() if name not in used}, "tests": dict(tests)}
+    response = None if solution is None else f"```python\n{solution.strip(chr(10))}\n```"
+    return Read([{"role": "user", "content": prompt}], meta, response)
+
+
+def _asked(question: str, starter: Any, function: str | None) -> str:
+    how = f"Define {function}." if function is not None else "Read the input from stdin and write the output to stdout."
+    begin = f"\n\nBegin with:\n\n```python\n{starter.rstrip()}\n```" if isinstance(starter, str) and starter.strip() else ""
+    return f"{question.strip()}\n\n{how}{begin}{INSTRUCTION}"
+
+
+def _dialogues(cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    return {"style": "dialogues", "cases": [list(case) for case in cases]}
+
+
+def _calls(function: str, cases: list[Any]) -> dict[str, Any]:
+    return {"style": "calls", "function": function, "cases": cases, "compare": "floats"}
+
+
+def _joined(value: Any) -> str:
+    """A text, or a list of lines."""
+    if isinstance(value, list):
+        return "\n".join(str(line) for line in value)
+    return str(value)
+
+
+def _call(case: Mapping[str, Any]) -> list[Any]:
+    """[arguments, result] of texts of JSON: an argument a line."""
+    try:
+        arguments = [json.loads(line) for line in str(case["input"]).splitlines() if line.strip()]
+        return [arguments, json.loads(str(case["output"]))]
+    except ValueError as error:
+        raise BadRow(f"a test's input or output is no JSON ({error}): {str(case)[:80]!r}") from None
+
+
+def _private(packed: Any) -> list[Any]:
+    if not isinstance(packed, str):
+        raise BadRow(f"'private_test_cases' is a {type(packed).__name__}, text is expected")
+    text = packed
+    if not packed.lstrip().startswith("["):
+        try:
+            unpacker = zlib.decompressobj()
+            pickled = unpacker.decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
+            text = _TextOnly(io.BytesIO(pickled)).load()
+        except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, MemoryError) as error:
+            raise BadRow(f"'private_test_cases' is neither JSON nor packed as LiveCodeBench packs it ({error})") from None
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRow(f"'private_test_cases' holds no JSON ({error})") from None
+    if not isinstance(found, list):
+        raise BadRow("'private_test_cases' holds no list")
+    return found
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads a pickled text (or other plain data), and imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, a text is expected")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it asks for something outside of itself")
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _text(columns: Mapping[str, Any], name: str) -> str:
+    value = _there(columns, name)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"{name!r} is empty or no text: {str(value)[:60]!r}")
+    return value
+
+
+def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
+    value = _there(columns, name)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+        raise BadRow(f"{name!r} is a list of texts, this is {str(value)[:60]!r}")
+    return list(value)
+
+
+def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A column that holds JSON as text, or the value itself."""
+    value = _there(columns, name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(f"{name!r} is no JSON ({str(error)[:80]})") from None
+    if not isinstance(value, kind):
+        raise BadRow(f"{name!r} holds a {type(value).__name__}, a {kind.__name__} is expected")
+    return value
+
+
+def _there(columns: Mapping[str, Any], name: str) -> Any:
+    if name not in columns:
+        raise NoColumn(name, columns)
+    return columns[name]

@@ -1,0 +1,87 @@
+"""Generated countdown: from a few numbers, each used at most once, with + - * / to a target. For models that can already calculate."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+
+from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
+from rl.types import Problem
+
+_DEFAULTS = {"numbers": 4, "high": 99, "size": 10_000}
+_LEAST = {"numbers": 2, "high": 9, "size": 1}
+_MOST = {"numbers": 6, "high": 999, "size": 1_000_000}
+_TARGETS = range(10, 1000)
+
+
+def is_test(numbers: list[int], target: int) -> bool:
+    """Whether a problem is held out: a tenth, by a hash of its numbers (in ascending order) and its target."""
+    return zlib.crc32(f"countdown {sorted(numbers)} {target}".encode()) % 10 == 0
+
+
+def countdown(
+    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "countdown", system_prompt: str | None = None
+) -> ProblemSet:
+    """Solvable problems of the "train" or "test" split (disjoint), always the same ones. The reward is `countdown`.
+
+    Options: numbers=4 (how many), high=99 (the largest), size=10000 (of train; test has a tenth). meta: numbers, target, level (how
+    many of the numbers the solution that it was made from uses). The response is that solution, in \\boxed{}.
+    """
+    wanted = _options(options or {})
+    if split not in ("train", "test"):
+        raise UserError(f"countdown has the splits 'train' and 'test', got {split!r}")
+    draw = random.Random(f"countdown {split} {sorted(wanted.items())}")
+    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
+    count = wanted["size"] if split == "train" else -(-wanted["size"] // 10)
+    problems: list[Problem] = []
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    for _ in range(200 * count + 10_000):
+        if len(problems) == count:
+            break
+        numbers = [draw.randint(1, wanted["high"]) for _ in range(wanted["numbers"])]
+        solution, value, used = _expression(numbers, draw)
+        if value not in _TARGETS or is_test(numbers, value) != (split == "test"):
+            continue
+        key = (tuple(sorted(numbers)), value)
+        if key in seen:
+            continue
+        seen.add(key)
+        meta = {"numbers": numbers, "target": value, "answer": str(value), "level": used}
+        asked = {"role": "user", "content": _prompt(numbers, value)}
+        problems.append(Problem((*system, asked), meta, f"\\boxed{{{solution}}}", tag, len(problems)))
+    if len(problems) < count:
+        what = f"of {wanted['numbers']} numbers up to {wanted['high']} there are not {count} problems"
+        raise UserError(f"countdown: {what}; ask for a smaller size")
+    return ProblemSet(problems, name=f"countdown/{split}")
+
+
+def _options(options: Mapping[str, str]) -> dict[str, int]:
+    found = dict(_DEFAULTS)
+    for key, value in options.items():
+        if key not in _DEFAULTS or not value.isdigit() or not _LEAST[key] <= int(value) <= _MOST[key]:
+            ranges = ", ".join(f"{name} from {_LEAST[name]} to {_MOST[name]}" for name in _DEFAULTS)
+            raise UserError(f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got {key}={value}")
+        found[key] = int(value)
+    return found
+
+
+def _prompt(numbers: list[int], target: int) -> str:
+    return (
+        f"Make {target} from the numbers {', '.join(map(str, numbers))}. Use + - * / and brackets, and each number at most once."
+        "\n\nThink step by step, then write the expression alone inside \\boxed{}."
+    )
+
+
+def _expression(numbers: list[int], draw: random.Random) -> tuple[str, int, int]:
+    """A random expression of two of the numbers or more, its value, and how many it uses. It divides where that comes out even."""
+    used = draw.randint(2, len(numbers))
+    parts = [(str(number), number) for number in draw.sample(numbers, used)]
+    while len(parts) > 1:
+        (a, x), (b, y) = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
+        sign = draw.choice("+-*/" if y and x % y == 0 else "+-*")
+        value = {"+": x + y, "-": x - y, "*": x * y}.get(sign)
+        parts.append((f"({a}{sign}{b})", x // y if value is None else value))
+    text, value = parts[0]
+    return text[1:-1], value, used

@@ -1,0 +1,48 @@
+"""The shapes of published problems in mathematics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl.data.formats import Read, RowFormat, meta_of, text_of
+from rl.data.rows import BadRow
+from rl.rewards import maths
+
+GSM8K_INSTRUCTION = "\n\nReason step by step, then write the final number alone inside \\boxed{}."
+MATH_INSTRUCTION = "\n\nReason step by step, then write the final answer inside \\boxed{}."
+
+
+class GSM8K(RowFormat):
+    """question, and an answer that is worked out and ends in "#### N".
+
+    meta["answer"] is N without commas; the response is the solution without its <<...>> notes, ending in \\boxed{N}.
+    """
+
+    def read(self, columns: Mapping[str, Any]) -> Read:
+        question, worked = text_of(columns, "question"), text_of(columns, "answer")
+        solution, marker, number = worked.rpartition("####")
+        number = number.strip().replace(",", "")
+        if not marker or not re.fullmatch(r"[-+]?\d+(\.\d+)?", number):
+            raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
+        solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
+        response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
+        return Read([{"role": "user", "content": question + GSM8K_INSTRUCTION}], {"answer": number}, response)
+
+
+class MATH(RowFormat):
+    """problem, and solution (whose last \\boxed{} is the answer) or answer or both; MATH, MATH-500 and what is shaped like them."""
+
+    def read(self, columns: Mapping[str, Any]) -> Read:
+        solution = columns.get("solution")
+        worked = solution if isinstance(solution, str) and solution.strip() else None
+        answer = columns["answer"] if "answer" in columns else maths.boxed_answer(worked or "")
+        if answer is None or not str(answer).strip():
+            unmarked = f"'solution' ends without an answer in \\boxed{{}}: {str(solution)[-40:]!r}"
+            raise BadRow("'answer' is empty" if "answer" in columns else unmarked)
+        meta = {**meta_of(columns, None, {"problem", "solution"}), "answer": str(answer)}
+        asked = text_of(columns, "problem") + MATH_INSTRUCTION
+        boxed = worked is not None and maths.boxed_answer(worked) is not None
+        response = worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
+        return Read([{"role": "user", "content": asked}], meta, response)

@@ -1,0 +1,87 @@
+"""`Mixture`: several data sets of which each batch holds given shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from rl.data.problem_set import ProblemSet, joined
+from rl.types import Problem
+
+_CYCLE = 1000  # rows within which every share is met to a row
+
+
+class Mixture(ProblemSet):
+    """The problems of several sets, asked in the proportions of `weights` instead of those of their sizes.
+
+    Of any 1000 rows that follow each other from a multiple of 1000 on, each set gives its share, to a row; which row is whose is
+    drawn from (seed, thousand). Each set has endless shuffled epochs of its own. A batch is a function of (step, seed) alone.
+    """
+
+    def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
+        whole = joined(sets)
+        super().__init__(list(whole), name=whole.name, variant=whole._variant)
+        self.sets, self.weights = list(sets), list(weights)
+        self._firsts = list(accumulate((len(part) for part in sets), initial=0))
+        self._counts = _shares(self.weights)
+        self._cycles: dict[tuple[int, int], np.ndarray] = {}
+
+    def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
+        if step < 0 or batch_size < 1 or seed < 0:
+            raise ValueError(f"step and seed are at least 0, batch_size at least 1; got {step=}, {seed=}, {batch_size=}")
+        found = []
+        for position in range(step * batch_size, (step + 1) * batch_size):
+            cycle, offset = divmod(position, _CYCLE)
+            owners = self._owners(seed, cycle)
+            part = int(owners[offset])
+            place = cycle * self._counts[part] + int((owners[:offset] == part).sum())
+            epoch, row = divmod(place, len(self.sets[part]))
+            own = int(self.sets[part]._order(seed, epoch)[row])
+            found.append(self.at(self._firsts[part] + own, epoch))
+        return found
+
+    def epoch(self, step: int, batch_size: int) -> float:
+        """Epochs of the set that is gone through fastest."""
+        asked = step * batch_size / _CYCLE
+        return max(asked * count / len(part) for count, part in zip(self._counts, self.sets, strict=True))
+
+    def subset(self, indices: Sequence[int]) -> ProblemSet:
+        spans = [range(first, first + len(part)) for first, part in zip(self._firsts, self.sets, strict=False)]
+        chosen = [[i - span.start for i in indices if i in span] for span in spans]
+        left = [(part.subset(own), weight) for part, own, weight in zip(self.sets, chosen, self.weights, strict=True) if own]
+        return Mixture([part for part, _ in left], [weight for _, weight in left])
+
+    def first(self, count: int) -> ProblemSet:
+        return self.subset(range(min(count, len(self))))
+
+    def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
+        parts = []
+        for first, part in zip(self._firsts, self.sets, strict=False):
+            own = {i - first: replace(row, index=i - first) for i, row in rows.items() if first <= i < first + len(part)}
+            parts.append(part.with_rows(own) if own else part)
+        return Mixture(parts, self.weights)
+
+    def _owners(self, seed: int, cycle: int) -> np.ndarray:
+        """Which set each of a thousand rows is from."""
+        key = (seed, cycle)
+        if key not in self._cycles:
+            while len(self._cycles) >= 4:
+                del self._cycles[next(iter(self._cycles))]
+            owners = np.repeat(np.arange(len(self._counts)), self._counts)
+            self._cycles[key] = np.random.Generator(np.random.Philox([seed, cycle + (1 << 40)])).permutation(owners)
+        return self._cycles[key]
+
+
+def _shares(weights: Sequence[float]) -> list[int]:
+    """How many of _CYCLE rows each set gives: rounded by largest remainders, at least one."""
+    exact = [weight / sum(weights) * _CYCLE for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    order = sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i])
+    for i in order[: max(0, _CYCLE - sum(counts))]:
+        counts[i] += 1
+    while sum(counts) > _CYCLE:
+        counts[counts.index(max(counts))] -= 1
+    return counts

@@ -1,0 +1,89 @@
+"""Generated one-line functions, tested by calls: "add 3, mod 7:" -> "def f(x):return (x+3)%7". For models of few parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Mapping
+from itertools import product
+
+from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
+from rl.types import Problem
+
+_CONSTANTS = range(2, 10)
+# of the value so far, {e} (in brackets: {b}), and a constant
+_STEPS = {"add": "{b}+{c}", "take": "{b}-{c}", "times": "{b}*{c}", "mod": "{b}%{c}", "most": "min({e},{c})", "least": "max({e},{c})"}
+_INPUTS = (-7, 0, 3, 5, 12)
+
+Step = tuple[str, int]
+
+
+def is_test(steps: tuple[Step, Step]) -> bool:
+    """Whether a problem is held out: a tenth, by a hash of its steps in ascending order, so that their two orders go together."""
+    return zlib.crc32(f"oneliners {sorted(steps)}".encode()) % 10 == 0
+
+
+def _apply(step: Step, x: int) -> int:
+    name, c = step
+    return {"add": x + c, "take": x - c, "times": x * c, "mod": x % c, "most": min(x, c), "least": max(x, c)}[name]
+
+
+def _program(steps: tuple[Step, ...]) -> str:
+    e = "x"
+    for name, c in steps:
+        e = _STEPS[name].format(e=e, b=e if e == "x" or e.endswith(")") else f"({e})", c=c)
+    return f"def f(x):return {e}"
+
+
+def _other(steps: tuple[Step, Step], draw: random.Random) -> tuple[Step, ...]:
+    """One step's operation or constant drawn anew (it may come out the same)."""
+    changed = list(steps)
+    which = draw.randrange(2)
+    name, c = changed[which]
+    changed[which] = (draw.choice(list(_STEPS)), c) if draw.random() < 0.5 else (name, draw.choice(_CONSTANTS))
+    return tuple(changed)
+
+
+def oneliners(
+    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "oneliners", system_prompt: str | None = None
+) -> ProblemSet:
+    """All functions of two steps of the "train" or "test" split (disjoint; about 2,070 and 230). The reward is `code_tests`.
+
+    Option `noise` (0 to 1): the share of responses that do something else in one of their steps, for supervised training of a model that
+    can write functions but is careless. Option `from`: the epoch that the noise begins with. meta["tests"] is always right.
+    """
+    noise, first = _noise(options or {})
+    if split not in ("train", "test"):
+        raise UserError(f"oneliners has the splits 'train' and 'test', got {split!r}")
+    every = [*product(_STEPS, _CONSTANTS)]
+    pairs = [pair for pair in product(every, every) if is_test(pair) == (split == "test")]
+    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
+    problems = []
+    for index, steps in enumerate(pairs):
+        asked = {"role": "user", "content": ", ".join(f"{name} {c}" for name, c in steps) + ":"}
+        cases = [[[x], _apply(steps[1], _apply(steps[0], x))] for x in _INPUTS]
+        meta = {"tests": {"style": "calls", "function": "f", "cases": cases}}
+        problems.append(Problem((*system, asked), meta, _program(steps), tag, index))
+
+    def variant(problem: Problem, epoch: int) -> Problem:
+        draw = random.Random(f"oneliners noise {problem.index} {epoch}")
+        if epoch < first or draw.random() >= noise:
+            return problem
+        return dataclasses.replace(problem, response=_program(_other(pairs[problem.index], draw)))
+
+    return ProblemSet(problems, name=f"oneliners/{split}", variant=variant if noise else None)
+
+
+def _noise(options: Mapping[str, str]) -> tuple[float, int]:
+    """(share of noisy responses, first epoch that has them)."""
+    try:
+        noise, first = float(options.get("noise", "0")), int(options.get("from", "0"))
+    except ValueError:
+        noise, first = -1.0, 0
+    if set(options) - {"noise", "from"} or not 0 <= noise <= 1 or first < 0:
+        got = ",".join(f"{key}={value}" for key, value in options.items())
+        takes = "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'oneliners:noise=0.5,from=4'"
+        raise UserError(f"oneliners takes the options {takes}; got {got!r}")
+    return noise, first

@@ -1,0 +1,178 @@
+"""Rows that could not be trained on or evaluated, found before the first step: named with file and line, or left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl.data.problem_set import ProblemSet
+from rl.data.rows import BadRow, BadRows, OnBadRow
+from rl.data.too_long import Limits, TooLong, cut_prompt
+from rl.errors import UserError
+from rl.renderers import Renderer
+from rl.types import Problem, StoredAnswer
+
+logger = logging.getLogger(__name__)
+
+_HOW = {
+    "response": "no response to learn: name its column with --response-column",
+    "rejected": "no pair of answers: name their columns with --chosen-column and --rejected-column, or set --data-format",
+}
+_TEMPLATE = 256  # tokens that a chat template may add around the messages
+
+
+class RowCheck:
+    """What a stage asks of a row.
+
+    `reads`: the answers (fields of Problem) that are learnt or ranked. `sampled`: tokens that its own answer may take, or 0.
+    `longest`: tokens of what the method makes of a row that is more than its prompt and one answer.
+    `limits`: how long a row may be. `where_there`: of `reads` those that the row has.
+    """
+
+    def __init__(
+        self,
+        info: Mapping[str, Any],
+        renderer: Renderer,
+        name: str,
+        reads: Sequence[str],
+        sampled: int,
+        longest: Callable[[Problem, Renderer], int] | None = None,
+        *,
+        limits: Limits | None = None,
+        where_there: bool = False,
+    ):
+        self.longest, self.limits, self.where_there = longest, limits or Limits(), where_there
+        self.limit, self.renderer, self.name, self.reads, self.sampled = info["max_context"], renderer, name, reads, sampled
+
+    def __call__(self, problem: Problem) -> Problem:
+        """The row, with its prompt cut where that is asked for.
+
+        UserError where it cannot be rendered, lacks an answer, or is too long (TooLong: for the model's context, or for a limit).
+        A row of a file is rendered whole. Of a generated one, a text of so few bytes that it must fit is not: every token is at
+        least one.
+        """
+        where = f"row {problem.index} of {self.name}" + (f" ({problem.place})" if problem.place else "")
+        answers = {field: getattr(problem, field) for field in self.reads}
+        if self.where_there:
+            answers = {field: answer for field, answer in answers.items() if answer is not None}
+        for field, answer in answers.items():
+            if answer is None:
+                raise UserError(f"{where} has {_HOW[field]}")
+        if self.sampled and not problem.messages:
+            raise UserError(f"{where} is a text without a prompt, and an answer to one is to be sampled: name it with --prompt-column")
+        if not self.limits.any and not problem.place and self._must_fit(problem, list(answers.values())):
+            return problem
+        problem = self._with_prompt(problem, where)
+        cut = self.limits.max_row_tokens if self.limits.on_too_long == "cut" else None
+        for answer in [*answers.values(), *([None] if self.sampled else [])]:
+            length = self._length(problem, answer, where) + (self.sampled if answer is None else 0)
+            what = f"its prompt and max_tokens {self.sampled} take" if answer is None else "its prompt and response take"
+            self._check_length(length if cut is None or answer is None else min(cut, length), what, where, answer is None)
+        together = self._longest(problem, where) if self.longest is not None and answers else 0
+        self._check_length(together, "its prompt with both answers takes", where, False)
+        return problem
+
+    def _with_prompt(self, problem: Problem, where: str) -> Problem:
+        """The problem with a prompt within its limit."""
+        limit, setting = self.limits.prompt_limit(self.sampled)
+        if limit is None or not problem.messages:
+            return problem
+        length = self._length(problem, None, where)
+        if length <= limit:
+            return problem
+        if self.limits.on_too_long == "cut" and limit > 0:
+            return cut_prompt(problem, self.renderer, limit, where)
+        raise self.limits.refuse(f"{where} has a prompt of {length} tokens, more than {setting}")
+
+    def _check_length(self, length: int, what: str, where: str, samples: bool) -> None:
+        longest = None if samples else self.limits.max_row_tokens  # of samples the prompt was looked at
+        if longest is not None and length > longest:
+            raise self.limits.refuse(f"{where} is too long: {what} {length} tokens, more than max_row_tokens {longest}")
+        if self.limit is not None and length > self.limit:
+            raise self.limits.beyond_context(
+                f"{where} does not fit: {what} {length} tokens, the model's context holds "
+                f"{self.limit}; shorten or leave out the row" + (", or lower --max-tokens" if samples else "")
+            )
+
+    def _longest(self, problem: Problem, where: str) -> int:
+        try:
+            assert self.longest is not None
+            return self.longest(problem, self.renderer)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def _must_fit(self, problem: Problem, answers: Sequence[str]) -> bool:
+        size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
+        return self.limit is None or size + self.sampled + sum(len(answer.encode()) for answer in answers) <= self.limit
+
+    def _length(self, problem: Problem, response: str | None, where: str) -> int:
+        try:
+            if response is None:
+                return self.renderer.build_generation_prompt(problem.messages).length
+            if not problem.messages:
+                return self.renderer.build_text(response).length
+            said = {"role": "assistant", "content": response}
+            return self.renderer.build_supervised_example([*problem.messages, said])[0].length
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+
+def good_rows(problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_row: OnBadRow) -> ProblemSet:
+    """The rows that pass `check`, which returns each as it is to be used. Of a stream, each is checked when it is read.
+
+    "error": UserError for the first that does not. "skip": they are logged and left out; UserError if that leaves none. Rows that
+    are too long are left out (see Limits), logged and counted as well.
+    """
+    if problems.is_lazy:
+        return problems.checked(check, on_bad_row)
+    bad, long, kept = BadRows(on_bad_row), BadRows("skip"), []
+    changed: dict[int, Problem] = {}
+    for i, problem in enumerate(problems):
+        try:
+            found = check(problem)
+        except UserError as error:
+            skipped = isinstance(error, TooLong) and error.skip
+            if on_bad_row == "error" and not skipped:
+                raise
+            (long if skipped else bad).add(problem.place or f"row {i}", BadRow(str(error)))
+            continue
+        kept.append(i)
+        if found is not problem:
+            changed[i] = found
+    bad.settle(len(kept), {})
+    long.settle(len(kept), {})
+    if changed:
+        problems = problems.with_rows(changed)
+    return problems if len(kept) == len(problems) else problems.subset(kept)
+
+
+def answers_check(check: Callable[[Problem, StoredAnswer], None], on_bad_row: OnBadRow) -> Callable[[Problem], Problem]:
+    """A check of rows by that of each stored answer: where bad ones are skipped, a row keeps its good answers, if it has any."""
+
+    def whole(problem: Problem) -> Problem:
+        bad, good, long = BadRows(on_bad_row), [], []
+        for answer in problem.answers:
+            try:
+                check(problem, answer)
+            except UserError as error:
+                skipped = isinstance(error, TooLong) and error.skip
+                if on_bad_row == "error" and not skipped:
+                    raise
+                reason = str(error).removeprefix(f"{answer.place}: ")
+                if skipped:
+                    long.append(f"{answer.place}: {reason}")
+                else:
+                    bad.add(answer.place, BadRow(reason))
+                continue
+            good.append(answer)
+        if long and not good:
+            raise TooLong(long[0], skip=True)
+        bad.found += long if on_bad_row == "skip" else []
+        bad.settle(len(good), {})
+        if long and on_bad_row != "skip":
+            logger.warning("left out %d stored answers that are too long: %s", len(long), long[0])
+        return replace(problem, answers=tuple(good))
+
+    return whole

@@ -1,0 +1,122 @@
+"""Generated pictures: a few shapes on a plain ground, and a question about them. For models of half a million parameters that see."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
+from rl.seeds import derive_seed
+from rl.types import ImageChunk, Message, Problem
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40)}
+PLACES = ("left", "right", "top", "bottom")
+QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
+_SIDE, _MOST = 32, 4
+_ROWS = {"train": 2048, "test": 256}
+_DEFAULTS = {"ask": "count", "rows": "", "blind": "0"}
+
+
+def shapes(
+    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "shapes", system_prompt: str | None = None
+) -> ProblemSet:
+    """Pictures of 32 x 32 pixels, 2,048 of the "train" and 256 of the "test" split, drawn on the spot.
+
+    Options: `ask`, count (one to four shapes, "1" to "4"; default), colour (of one shape) or place (of one: left, right, top, bottom).
+    Those of a picture have one colour, and cover the same area whatever their number: it cannot be told from the pixels' colours.
+    `rows`: so many instead.
+    `blind=1`: every picture's pixels are permuted, which leaves nothing to see but the colours: what a model reaches without looking.
+    """
+    given = {**_DEFAULTS, **(options or {})}
+    wrong = given["ask"] not in QUESTIONS or given["blind"] not in ("0", "1") or not (given["rows"] or "1").isdigit()
+    if wrong or set(given) - set(_DEFAULTS):
+        got = ",".join(f"{key}={value}" for key, value in (options or {}).items())
+        raise UserError(f"shapes takes the options ask={'|'.join(QUESTIONS)}, rows=N and blind=1, e.g. 'shapes:ask=count'; got {got!r}")
+    if split not in _ROWS:
+        raise UserError(f"shapes has the splits 'train' and 'test', got {split!r}")
+    count = int(given["rows"] or _ROWS[split])
+    if count < 1:
+        raise UserError("shapes has at least one row, got rows=0")
+    problems = [_problem(split, index, given["ask"], given["blind"] == "1", tag, system_prompt) for index in range(count)]
+    return ProblemSet(problems, name=f"shapes/{split}")
+
+
+def _problem(split: str, index: int, ask: str, blind: bool, tag: str, system_prompt: str | None) -> Problem:
+    draw = random.Random(derive_seed("shapes", split, index, ask))
+    answer, image = _picture(draw, ask)
+    wrong = draw.choice([other for other in _answers(ask) if other != answer])
+    if blind:
+        pixels = np.asarray(image).reshape(-1, 3)
+        shuffled = pixels[np.random.default_rng(derive_seed("blind", split, index)).permutation(len(pixels))]
+        image = _image(shuffled)
+    parts = [{"type": "image", "image": ImageChunk(_png(image), "png")}, {"type": "text", "text": QUESTIONS[ask]}]
+    messages: list[Message] = [{"role": "user", "content": parts}]
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return Problem(tuple(messages), {"answer": answer}, answer, tag, index, wrong)
+
+
+def _answers(ask: str) -> tuple[str, ...]:
+    return {"count": tuple(str(n + 1) for n in range(_MOST)), "colour": tuple(COLOURS), "place": PLACES}[ask]
+
+
+def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
+    """(the answer, the picture). Shapes do not touch each other; where the place is asked, the one lies clearly on its side."""
+    from PIL import Image, ImageDraw
+
+    answer = draw.choice(_answers(ask))
+    number = int(answer) if ask == "count" else 1
+    ground = draw.randrange(215, 256)
+    image = Image.new("RGB", (_SIDE, _SIDE), (ground, ground, ground))
+    pen = ImageDraw.Draw(image)
+    colour = COLOURS[answer if ask == "colour" else draw.choice(list(COLOURS))]
+    shape = pen.ellipse if draw.random() < 0.5 else pen.rectangle
+    boxes = _boxes(draw, number, "" if ask != "place" else answer)
+    while boxes is None:  # no room was left for the last
+        boxes = _boxes(draw, number, "" if ask != "place" else answer)
+    for box in boxes:
+        shape(box, fill=colour)
+    return answer, image
+
+
+def _boxes(draw: random.Random, number: int, place: str) -> list[tuple[int, int, int, int]] | None:
+    """Corners (both are drawn) of shapes that keep two pixels apart, of about the same area together whatever their number."""
+    found: list[tuple[int, int, int, int]] = []
+    for _ in range(200):
+        if len(found) == number:
+            return found
+        aspect = draw.uniform(0.65, 1.0 / 0.65)
+        area = draw.uniform(95, 165) / number
+        wide, high = max(2, round((area * aspect) ** 0.5)), max(2, round((area / aspect) ** 0.5))
+        x, y = draw.randint(1, _SIDE - 1 - wide), draw.randint(1, _SIDE - 1 - high)
+        apart = all(x > c + 2 or a > x + wide + 1 or y > d + 2 or b > y + high + 1 for a, b, c, d in found)
+        if apart and place in ("", _side_of(x + wide / 2, y + high / 2)):
+            found.append((x, y, x + wide - 1, y + high - 1))
+    return None
+
+
+def _side_of(x: float, y: float) -> str:
+    """Where a point lies, "" near the diagonals, where it is on two sides."""
+    across, down = x - _SIDE / 2, y - _SIDE / 2
+    if abs(abs(across) - abs(down)) < 3:
+        return ""
+    if abs(across) > abs(down):
+        return "right" if across > 0 else "left"
+    return "bottom" if down > 0 else "top"
+
+
+def _image(pixels: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels.reshape(_SIDE, _SIDE, 3))
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

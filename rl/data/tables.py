@@ -1,0 +1,189 @@
+"""Rows of tables: .csv and .tsv, .parquet, .arrow (what `datasets` writes); all at once, or one by its number."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rl.data.rows import BadRow, Row, row_of_line, to_the_end
+from rl.errors import UserError
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+BINARY = (".parquet", ".arrow")
+_GROUPS_HELD = 16  # row groups of a .parquet file that stay decoded
+
+
+def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
+    """The rows of a .csv or .tsv file whose first line names the columns; a cell that is JSON of a list of objects is that list."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(to_the_end(stream, path)))
+    reader = csv.reader(lines, delimiter=DELIMITERS[suffix], strict=True)
+    header: list[str] | None = None
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise UserError(f"{path} line {reader.line_num} is no {suffix[1:]} ({error}): mend its quotes") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): save it as UTF-8") from error
+        if cells is None:
+            return
+        if header is None:
+            header = [name.strip() for name in cells]
+            if len(set(header)) < len(header) or not all(header):
+                raise UserError(f"{path}: the first line names the columns, each once; it is {', '.join(header)[:200]!r}")
+        elif cells:
+            yield Row(f"{path.name} line {reader.line_num}", _columns_of(header, cells))
+
+
+def _columns_of(header: Sequence[str], cells: Sequence[str]) -> Mapping[str, Any] | BadRow:
+    if len(cells) != len(header):
+        return BadRow(f"it has {len(cells)} cells, the first line names {len(header)} columns")
+    return {name: _cell(cell) for name, cell in zip(header, cells, strict=True)}
+
+
+def _cell(text: str) -> Any:
+    if not text.lstrip().startswith("[{"):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else text
+
+
+class Table(ABC):
+    """Rows by their number. `blocks`: how many rows lie together, where reading one costs as much as reading all of them."""
+
+    blocks: Sequence[int] = ()
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def row(self, index: int) -> Row: ...
+
+
+class JsonLines(Table):
+    """A .jsonl file by the places where its lines begin."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._stream = path.open("rb")
+        self._lines: list[tuple[int, int]] = []  # (where it begins, its number) of lines that hold something
+        at = 0
+        for number, line in enumerate(to_the_end(self._stream, path), start=1):
+            if line.strip():
+                self._lines.append((at, number))
+            at += len(line)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> Row:
+        at, number = self._lines[index]
+        self._stream.seek(at)
+        return row_of_line(self._stream.readline(), number, self.path.name)
+
+
+class ArrowFile(Table):
+    """An .arrow file (a stream of record batches, as `datasets` writes it, or the file format), mapped into memory."""
+
+    def __init__(self, path: Path):
+        import pyarrow as pa
+
+        self.path = path
+        source = pa.memory_map(str(path))
+        try:
+            try:
+                found = pa.ipc.open_stream(source)
+                self._batches = list(found)
+            except pa.ArrowInvalid:
+                opened = pa.ipc.open_file(source)
+                self._batches = [opened.get_batch(i) for i in range(opened.num_record_batches)]
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"{path} is no .arrow file, or is damaged ({error}): write it anew") from error
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> Row:
+        at = bisect_right(self._ends, index)
+        first = self._ends[at] - self._batches[at].num_rows
+        (columns,) = self._batches[at].slice(index - first, 1).to_pylist()
+        return Row(f"{self.path.name} row {index}", columns)
+
+
+class ParquetFile(Table):
+    """A .parquet file; its row groups are decoded whole, and the last few stay."""
+
+    def __init__(self, path: Path):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(str(path))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"{path} is no .parquet file, or is damaged ({error}): fetch or write it anew") from error
+        groups = range(self._file.metadata.num_row_groups)
+        self.blocks = [self._file.metadata.row_group(i).num_rows for i in groups]
+        self._ends = list(accumulate(self.blocks))
+        self._held: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> Row:
+        at = bisect_right(self._ends, index)
+        return Row(f"{self.path.name} row {index}", self._group(at)[index - (self._ends[at] - self.blocks[at])])
+
+    def _group(self, number: int) -> list[dict[str, Any]]:
+        import pyarrow as pa
+
+        if number not in self._held:
+            while len(self._held) >= _GROUPS_HELD:
+                self._held.popitem(last=False)
+            try:
+                self._held[number] = self._file.read_row_group(number).to_pylist()
+            except (pa.ArrowInvalid, OSError) as error:
+                raise UserError(f"{self.path} is damaged in its row group {number} ({error}): fetch or write it anew") from error
+        self._held.move_to_end(number)
+        return self._held[number]
+
+
+class Tables(Table):
+    """Several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Table]):
+        self.parts = list(parts)
+        self._ends = list(accumulate(len(part) for part in parts))
+        if any(part.blocks for part in parts):
+            self.blocks = [size for part in parts for size in (part.blocks or [len(part)])]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> Row:
+        at = bisect_right(self._ends, index)
+        return self.parts[at].row(index - (self._ends[at] - len(self.parts[at])))
+
+
+def open_table(paths: Sequence[Path]) -> Table:
+    """Files whose rows are read one by one. UserError for those that must be read from their beginning."""
+    kinds: Mapping[str, Callable[[Path], Table]] = {".jsonl": JsonLines, ".parquet": ParquetFile, ".arrow": ArrowFile}
+    found = []
+    for path in paths:
+        if path.suffix not in kinds:
+            raise UserError(f"{path} cannot be read row by row: stream takes {', '.join(kinds)}; unpack or convert it, or leave out stream")
+        found.append(kinds[path.suffix](path))
+    return found[0] if len(found) == 1 else Tables(found)

@@ -1,0 +1,49 @@
+"""Guess the number: the secret is higher or lower, until it is found or the guesses are used up."""
+
+from __future__ import annotations
+
+from rl.environments.match import Match, Rule
+from rl.environments.rules import guess_number as rules
+from rl.errors import UserError
+
+
+def _player(name: str) -> Rule:
+    guess = rules.PLAYERS[name]
+    return lambda match: str(guess(match.game, match.rng))
+
+
+class GuessNumber(Match):
+    """Guess a number from `low` to `high`. Reward 1 for finding it within `guesses`, else 0.
+
+    guesses: by default as many as halving needs, floor(log2 n) + 1. A reply that does not hold exactly one number uses one up.
+    """
+
+    names = ("guesser",)
+    PLAYERS = {name: _player(name) for name in rules.PLAYERS}
+
+    def __init__(self, low: int = 1, high: int = 16, guesses: int | None = None):
+        super().__init__()
+        if high < low:
+            raise UserError(f"--environment.low {low} lies above --environment.high {high}")
+        if guesses is not None and guesses < 1:
+            raise UserError(f"--environment.guesses is at least 1, got {guesses}")
+        self.low, self.high = low, high
+        self.guesses = guesses or rules.guesses_needed(high - low + 1)
+        self.malformed = 0
+
+    def open(self) -> None:
+        self.game = rules.NumberGame(self.rng.randint(self.low, self.high), self.low, self.high)
+        self.tell(0, f"Guess my number, {self.low} to {self.high}.\n> ")
+
+    def move(self, text: str) -> None:
+        number = rules.read_number(text)
+        if number is None:
+            self.game.guesses += 1
+            self.malformed += 1
+        answer = "a number" if number is None else self.game.guess(number)
+        if not self.game.found and self.game.guesses < self.guesses:
+            self.tell(0, f"{answer}\n> ")
+            return
+        count = self.game.guesses
+        self.figures[0] = {"correct": float(self.game.found), "guesses": float(count), "malformed": self.malformed / count}
+        self.end({0: float(self.game.found)})

@@ -1,0 +1,307 @@
+"""Environments played by the rollout: messages to tokens and back, calls of tools, limits, and what breaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rl.environments.environment import Turn
+from rl.environments.hosts import MOST_CHARACTERS, Begun, Host, LocalHost, Task, characters, prepared
+from rl.environments.problem import prompt_text
+from rl.environments.process import RemoteHost
+from rl.environments.registry import EnvironmentSpec
+from rl.environments.tools import Call
+from rl.environments.work import EpisodeThread, Work
+from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.jsonl import finite
+from rl.plain import plain_text, says
+from rl.renderers import Renderer, with_calls
+from rl.seeds import derive_seed
+from rl.types import Message, ModelInput, Problem, SampledSequence
+
+Stop = Sequence[str] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of an episode. turns: answers of the policy. tokens: that it may have in all (None: the model's context).
+
+    seconds: that the environment and its tools may take together; sampling is not counted.
+    """
+
+    turns: int = 16
+    tokens: int | None = None
+    seconds: float = 60.0
+
+
+@dataclass
+class _Seat:
+    """One player's conversation: messages, and the tokens of its last prompt and answer."""
+
+    renderer: Renderer
+    messages: list[Message] = field(default_factory=list)
+    seen: ModelInput = field(default_factory=ModelInput.empty)
+    answer: Sequence[int] = ()
+    new: list[Message] = field(default_factory=list)  # said to it since its last answer
+
+    def prompt(self) -> ModelInput:
+        """What it reads next: what it has seen and written, continued, where the renderer can."""
+        bridged = None
+        if self.answer:
+            bridged = self.renderer.bridge(self.messages[:-1], self.seen.flat(), self.answer, self.new)
+        self.messages += self.new
+        if bridged is None:
+            return self.renderer.build_generation_prompt(self.messages)
+        return ModelInput.of(bridged.flat(), [*self.seen.placed(), *bridged.placed()]) if self.seen.placed() else bridged
+
+
+class EnvironmentGroup(EnvGroupBuilder):
+    """A group's environments, made for one row and seed. `system_prompt`: put before every seat's conversation.
+
+    `renderers`: of players that are other models, by their names.
+    """
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        *,
+        limits: Limits | None = None,
+        system_prompt: str | None = None,
+        renderers: Mapping[str, Renderer] | None = None,
+    ):
+        self.spec, self.problem, self.group_size, self.renderer = spec, problem, group_size, renderer
+        self.limits, self.system_prompt, self.renderers = limits or Limits(), system_prompt, renderers or {}
+        self.tag = problem.tag if problem.tag != "problem" else spec.name
+        self.problem_index = problem.index
+        self.max_turns = 1_000_000  # every environment ends by itself: the limit of turns is counted in play
+        self.max_tokens = self.limits.tokens
+        self.row: dict[str, Any] = dict(problem.meta)
+        if problem.messages:
+            self.row |= {"messages": list(problem.messages), "prompt": list(problem.messages)}
+        self.seed = int(problem.meta.get("seed", derive_seed("environment", spec.stream, problem.index)))
+        self._first: dict[Any, ModelInput] = {}
+        self._renderers: dict[str, Renderer] = {}
+
+    def make_envs(self) -> list[MessageEnv]:
+        if self.spec.root is not None:
+            self.spec.root.begin()
+        task = Task(self.row, self.seed)
+        shared = Shared(self.spec, task, self.limits.seconds, f"{self.spec.name}, what row {self.problem_index} shares,")
+        return [MessageEnv(self, member, shared) for member in range(self.group_size)]
+
+    def the_same(self, observation: ModelInput) -> ModelInput:
+        """Equal first observations are one object: they are read once for the group."""
+        return self._first.setdefault((tuple(observation.flat()), observation.placed()), observation)
+
+    def renderer_with(self, tools: Mapping[str, Mapping[str, Any]]) -> Renderer:
+        """The renderer that describes these tools, by their schemas; made once for the group."""
+        schemas = [dict(schema) for schema in tools.values()]
+        key = repr(schemas)
+        if key not in self._renderers:
+            self._renderers[key] = self.renderer.with_tools(schemas) if schemas else self.renderer
+        return self._renderers[key]
+
+
+class Shared:
+    """What `Environment.share` makes, once for a group, before its episodes begin; and the process that they are forked from, if any."""
+
+    def __init__(self, spec: EnvironmentSpec, task: Task, seconds: float, name: str):
+        self.spec, self.task, self.name, self.asked = spec, task, name, spec.shares
+        self._channel: Any = None
+        self._users = 0
+        self._thread = EpisodeThread(seconds, name, self.end)
+        self._work = self._thread.do(self._make) if self.asked else None
+
+    def host(self, member: int, who: str) -> Host:
+        self._users += 1
+        task = Task(self.task.row, self.task.seed, member)
+        return LocalHost(self.spec, task, self._get) if self.spec.root is None else RemoteHost(who, task, self._fork)
+
+    def let_go(self) -> None:
+        """An episode has ended."""
+        self._users -= 1
+        if self._users <= 0:
+            self._thread.end(self.end)
+
+    def end(self) -> None:
+        if self._channel is not None:
+            self._channel.end()
+
+    def _make(self) -> Any:
+        if self.spec.root is None:
+            return prepared(self.spec, self.task).share()
+        self._channel = self.spec.root.fork()
+        return self._channel.ask(f"the environment {self.name}", "share", task=self.task)
+
+    def _get(self) -> Any:
+        return None if self._work is None else self._work.wait()
+
+    def _fork(self) -> Any:
+        """A process for an episode: of the group's, where that holds something."""
+        self._get()
+        return self.spec.root.fork() if self._channel is None else self._channel.fork()
+
+
+class MessageEnv(Env):
+    """An `Environment` as the rollout plays it. Tokens are made here, in the caller's thread; the rest happens in the episode's own."""
+
+    blocks = False
+
+    def __init__(self, group: EnvironmentGroup, member: int, shared: Shared):
+        self.group, self.shared = group, shared
+        name = f"{group.spec.name}, episode {member} of row {group.problem_index},"
+        self.host = shared.host(member, f"the environment {name}")
+        self.thread = EpisodeThread(group.limits.seconds, name, self.host.abandon)
+        self.tools: Mapping[str, Mapping[str, Any]] = {}
+        self.calls: list[Call] = []
+        self.turns = 0
+        self.conversations: dict[int, _Seat] = {}
+
+    # ------------------------------------------------------------------------------------------------------ what rollouts ask
+
+    def initial_observation(self) -> _FirstObservation:
+        return _FirstObservation(self, self.thread.do(self.host.start))
+
+    def step(self, action: SampledSequence) -> _Step:
+        conversation = self.conversations[self.seat]
+        answer, ended = conversation.renderer.parse_response(action.tokens)
+        if not ended:
+            answer["cut_off"] = True
+        conversation.messages.append({key: value for key, value in answer.items() if key not in ("cut_off", "unparsed_tool_calls")})
+        told, conversation.answer, conversation.new = conversation.new, action.tokens, []
+        self.turns += self.players[self.seat] is None
+        return _Step(self, _Answered(answer, ended, told), self.thread.do(partial(self.host.answer, answer)))
+
+    def close(self) -> None:
+        self.thread.end(self.host.close)
+        self.shared.let_go()
+
+    # ------------------------------------------------------------------------------------------------------ what came of it
+
+    def begun(self, given: Begun) -> tuple[ModelInput, Stop | None]:
+        self.tools, self.players = given.tools, tuple(given.seats)
+        self._say(self._checked(given.said) if isinstance(given.said, Turn) else Turn(given.said))
+        observation, stop = self._prompt()
+        return self.group.the_same(observation), stop
+
+    def result(self, answered: _Answered, given: Any) -> StepResult:
+        """A step's outcome, as the environment (or its tools) gave it."""
+        messages = self.conversations[self.seat].messages
+        logs: dict[str, Any] = {"prompt": prompt_text(messages[:-1]), "response": with_calls(answered.message), "told": answered.told}
+        if isinstance(given, list) and all(isinstance(call, Call) for call in given):
+            self.calls += given
+            logs["tool_calls"] = [call.as_json() for call in given]
+            turn = Turn([call.message for call in given], seat=self.seat)
+        else:
+            turn = self._checked(given)
+        metrics = {"ended": float(answered.ended), **turn.metrics}
+        done, truncated = turn.done, turn.done and turn.truncated
+        if not done and self.turns >= self.group.limits.turns:
+            done = truncated = True
+        logs = {**turn.logs, **logs}
+        if done:
+            metrics |= self._totals(truncated)
+            seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": turn.logs_of}
+            return StepResult(turn.reward, True, metrics=metrics, logs=logs, truncated=truncated, **seats)
+        self._say(turn)
+        observation, stop = self._prompt()
+        return StepResult(turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards)
+
+    def _totals(self, truncated: bool) -> dict[str, float]:
+        found = {"truncated": float(truncated)}
+        if self.tools:
+            failed = sum(call.error is not None and not call.malformed for call in self.calls)
+            malformed = sum(call.malformed for call in self.calls)
+            found |= {"tool/calls": len(self.calls), "tool/failed": failed, "tool/malformed": malformed}
+        return found
+
+    def _say(self, turn: Turn) -> None:
+        """Hands the turn's messages to the seat that acts next."""
+        if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
+            raise self.failed(f"names the seat {turn.seat!r}; there are {len(self.players)}, from 0")
+        self.seat = turn.seat
+        messages = self._messages(turn.messages)
+        if self.seat not in self.conversations:
+            first = self.group.system_prompt
+            system = [{"role": "system", "content": first}] if first else []
+            other = self.group.renderers.get(self.players[self.seat] or "")
+            self.conversations[self.seat] = _Seat(other or self.group.renderer_with(self.tools))
+            messages = [*system, *messages]
+        conversation = self.conversations[self.seat]
+        conversation.new = messages
+        if not messages:
+            raise self.failed("says nothing to the model, and the episode is not done")
+
+    def _messages(self, given: Any) -> list[Message]:
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        if not isinstance(given, Sequence) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in given):
+            raise self.failed(f"gave {plain_text(repr(given), 200)}, which is neither a text nor a list of messages")
+        size = characters(given)
+        if size > MOST_CHARACTERS:
+            raise self.failed(f"said {size} characters at once; at most {MOST_CHARACTERS} are read")
+        return [dict(message) for message in given]
+
+    def _prompt(self) -> tuple[ModelInput, Stop]:
+        conversation = self.conversations[self.seat]
+        try:
+            conversation.seen = conversation.prompt()
+        except ValueError as error:
+            raise self.failed(f"said what cannot be rendered: {error}") from error
+        return conversation.seen, conversation.renderer.get_stop_sequences()
+
+    def _checked(self, given: Any) -> Turn:
+        if not isinstance(given, Turn):
+            raise self.failed(f"answered with {plain_text(repr(given), 200)}; a Turn is expected")
+        numbers = {"reward": given.reward, **{f"metric {k!r}": v for k, v in given.metrics.items()}}
+        numbers |= {f"reward of seat {k}": v for k, v in given.rewards.items()}
+        for what, value in numbers.items():
+            if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+                raise self.failed(f"gave the {what} {plain_text(repr(value), 100)}; a finite number is expected")
+        try:
+            given.logs = finite(dict(given.logs))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.failed(f"gave logs that are no JSON: {says(error, 200)}") from error
+        given.reward = float(given.reward)
+        given.metrics = {str(key): float(value) for key, value in given.metrics.items()}
+        return given
+
+    def failed(self, what: str) -> EpisodeFailed:
+        return EpisodeFailed(f"the environment {self.thread.name} {what}")
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """An answer, whether it ended by itself, and what was said to the player since its last one."""
+
+    message: Message
+    ended: bool
+    told: Sequence[Message]
+
+
+class _FirstObservation:
+    def __init__(self, env: MessageEnv, work: Work):
+        self.env, self.work = env, work
+
+    def wait(self) -> None:
+        self.work.until_done()
+
+    def result(self) -> tuple[ModelInput, Stop | None]:
+        return self.env.begun(self.work.wait())
+
+
+class _Step:
+    def __init__(self, env: MessageEnv, answered: _Answered, work: Work):
+        self.env, self.answered, self.work = env, answered, work
+
+    def wait(self) -> None:
+        self.work.until_done()
+
+    def result(self) -> StepResult:
+        return self.env.result(self.answered, self.work.wait())

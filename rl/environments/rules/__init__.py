@@ -1,0 +1,1 @@
+"""The rules of the built-in games, and players that follow a rule: plain Python, no tokens and no models."""

@@ -1,0 +1,1 @@
+"""Environments that other people wrote, as environments here. Each needs its package, which nothing else does."""

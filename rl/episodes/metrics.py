@@ -1,0 +1,117 @@
+"""Trajectory groups to metrics, under the names that Tinker's users read."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from rl.episodes.episode import Trajectory, TrajectoryGroup
+from rl.types import Datum
+
+
+def sampled_metrics(groups: Sequence[TrajectoryGroup], name: str = "env/all") -> dict[str, float]:
+    """Of training samples: how many groups there are, and the share of distinct beginnings (50 characters) among answers."""
+    beginnings = [_beginning(trajectory) for group in groups for trajectory in group.trajectories_G]
+    return {f"{name}/total_groups": len(groups), f"{name}/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings))}
+
+
+def credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[Datum]) -> float:
+    """The share of the sampled tokens of `groups` that `datums` train on, with an advantage other than 0 where they have advantages."""
+    sampled = sum(len(turn.ac.tokens) for group in groups for trajectory in group.trajectories_G for turn in trajectory.transitions)
+    fields = [next(d.loss_fn_inputs[name] for name in ("advantages", "weights", "mask") if name in d.loss_fn_inputs) for d in datums]
+    credited = sum(np.count_nonzero(field.array) for field in fields)
+    return credited / max(1, sampled)
+
+
+def _beginning(trajectory: Trajectory) -> str | tuple[int, ...]:
+    """The first 50 characters of the first answer; tokens where the environment keeps no text."""
+    turn = trajectory.transitions[0]
+    text = turn.logs.get("response")
+    return text[:50] if isinstance(text, str) else tuple(turn.ac.tokens[:50])
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value; NaN where any is (which `max` finds only in the first place); 0 of none."""
+    values = list(values)
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> dict[str, float]:
+    """`<prefix>/all/...` over all groups and `<prefix>/<tag>/...` for each data set, where there are several.
+
+    reward/total (mean over episodes, with std, min and max), turns and tokens, each metric of environments and rewards
+    (the mean over the episodes that have it), and how many groups are mixed, all good or all bad.
+    """
+    metrics = _metrics(groups, f"{prefix}/all")
+    by_tag: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in groups:
+        by_tag[group.tag].append(group)
+    if len(by_tag) > 1:
+        for tag, members in sorted(by_tag.items()):
+            metrics.update(_metrics(members, f"{prefix}/{tag.replace('/', '-')}"))
+    return metrics
+
+
+def _metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
+    rewards_P_G = [group.get_total_rewards() for group in groups]
+    rewards = [r for rewards_G in rewards_P_G for r in rewards_G]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+    turns = [turn for trajectory in trajectories for turn in trajectory.transitions]
+    average = mean(rewards)
+    metrics = {
+        f"{name}/reward/total": average,
+        f"{name}/reward/std": mean((r - average) ** 2 for r in rewards) ** 0.5,
+        f"{name}/reward/min": min(rewards, default=0.0),
+        f"{name}/reward/max": max(rewards, default=0.0),
+        f"{name}/total_episodes": len(trajectories),
+        f"{name}/turns_per_episode": len(turns) / max(1, len(trajectories)),
+        f"{name}/ac_tokens_per_turn": mean(len(turn.ac.tokens) for turn in turns),
+        f"{name}/ob_tokens_per_turn": mean(turn.ob.length for turn in turns),
+        f"{name}/frac_truncated": mean(turn.ac.stop_reason == "length" for turn in turns),
+    }
+    for key, values in _collected(groups).items():
+        metrics[f"{name}/{key}"] = mean(values)
+    metrics.update(_by_group(rewards_P_G, name))
+    return metrics
+
+
+def _collected(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory, extra in zip(group.trajectories_G, group.metrics_G, strict=True):
+            for source in (*(turn.metrics for turn in trajectory.transitions), extra):
+                for key, value in source.items():
+                    values[key].append(value)
+    return values
+
+
+def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, float]:
+    """Groups by their rewards: mixed; else all good (equal and above 0) or all bad (equal, 0 or below)."""
+    mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
+    good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
+    bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
+    return {
+        f"{name}/by_group/frac_mixed": mean(mixed),
+        f"{name}/by_group/frac_all_good": mean(good),
+        f"{name}/by_group/frac_all_bad": mean(bad),
+    }
+
+
+def calibration_error(probabilities: Sequence[float], right: Sequence[float], bins: int = 10) -> float:
+    """Expected calibration error of binary choices (Guo et al., arXiv 1706.04599, equation 3).
+
+    probabilities: what was given to the side that was chosen, 0.5 to 1. right: 1 where that side was the better one, 0 where not
+    (0.5: half). Over `bins` equal bins of 0.5 to 1: sum of (share of all) |mean right - mean probability|.
+    """
+    p, r = np.asarray(probabilities, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    which = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)
+    total = sum(abs(float((r - p)[which == b].sum())) for b in range(bins))
+    return total / max(1, len(p))

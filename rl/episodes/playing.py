@@ -1,0 +1,149 @@
+"""An episode under way: what an answer came to, when it has ended, and what it is to its group. How they advance: rollout, flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory, TrajectoryGroup, Transition
+from rl.rewards import PendingScore, Score
+from rl.types import ModelInput, SampledSequence, SamplingParams
+
+
+@dataclass(slots=True)
+class Playing:
+    """An episode under way: member `index` of group `group`. `owed`: rewards of seats that have not acted yet."""
+
+    group: int
+    index: int
+    env: Env
+    observation: ModelInput = field(default_factory=ModelInput.empty)
+    stop: Sequence[str] | Sequence[int] | None = None
+    transitions: list[Transition] = field(default_factory=list)
+    error: str | None = None
+    owed: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def player(self) -> str | None:
+        """Who acts next: None for the policy."""
+        return self.env.players[self.env.seat]
+
+    def last_of(self, seat: int) -> Transition | None:
+        return next((turn for turn in reversed(self.transitions) if turn.seat == seat), None)
+
+    def end(self, *, truncated: bool = False, **metrics: float) -> None:
+        """Ends it for every seat: each one's last turn says so."""
+        for seat in range(len(self.env.players)):
+            turn = self.last_of(seat)
+            if turn is not None:
+                turn.episode_done, turn.truncated = True, turn.truncated or truncated
+                turn.metrics = {**turn.metrics, **metrics}
+
+
+def fits(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, context: int | None) -> bool:
+    """Whether the next action has room in the context; an episode that has none is ended. The last token is never fed."""
+    length, wanted = episode.observation.length, own_params(episode, params).max_tokens or 1
+    limits = [*([] if context is None else [context + 1]), *([] if builder.max_tokens is None else [builder.max_tokens])]
+    if all(length + wanted <= limit for limit in limits):
+        return True
+    if episode.transitions:
+        episode.end(truncated=True, context_overflow=1.0)
+        _count_last(episode, episode.env.no_room())
+    else:
+        own = builder.max_tokens is not None and length + wanted > builder.max_tokens
+        what = f"episode's limit of {builder.max_tokens}" if own else f"model's context of {context}"
+        episode.error = (
+            f"the first observation of problem {builder.problem_index} has {length} tokens, which with max_tokens={params.max_tokens} "
+            f"exceed the {what}: shorten the prompt or lower max_tokens"
+        )
+    return False
+
+
+def _count_last(episode: Playing, given: Any) -> None:
+    """What an environment says of an episode that has no room left: a StepResult, a promise of one, or None."""
+    try:
+        result = given if given is None or isinstance(given, StepResult) else given.result()
+    except EpisodeFailed as failed:
+        episode.error = str(failed)
+        return
+    if result is not None:
+        reward, metrics, episode.error = settled(result)
+        last = episode.transitions[-1]
+        last.reward, last.metrics = last.reward + reward, {**last.metrics, **metrics}
+
+
+def own_params(episode: Playing, params: SamplingParams) -> SamplingParams:
+    """How this episode's next action is drawn: with stops and a length of its own, where it has them."""
+    if episode.stop is not None:
+        params = replace(params, stop=episode.stop)
+    most = episode.env.most_tokens
+    return params if most is None or most >= (params.max_tokens or most + 1) else replace(params, max_tokens=most)
+
+
+def count_overflows(episodes: Sequence[Playing]) -> None:
+    """Where the context was too short for any, the metric says 0 of the others: its mean is their share."""
+    last = [turn for e in episodes for seat in range(len(e.env.players)) if (turn := e.last_of(seat)) is not None]
+    if any("context_overflow" in turn.metrics for turn in last):
+        for turn in last:
+            turn.metrics = {"context_overflow": 0.0, **turn.metrics}
+
+
+def take(episode: Playing, action: SampledSequence, seat: int, result: StepResult) -> None:
+    """Notes what came of an action. It waits for the reward, where that is a promise."""
+    reward, metrics, episode.error = settled(result)
+    reward += episode.owed.pop(seat, 0.0)
+    episode.transitions.append(
+        Transition(episode.observation, action, reward, result.episode_done, metrics, result.logs, result.truncated, seat)
+    )
+    for other, earned in result.rewards.items():
+        turn = episode.last_of(other)
+        if turn is None:
+            episode.owed[other] = episode.owed.get(other, 0.0) + earned
+        else:
+            turn.reward += earned
+    for other in {*result.metrics_of, *result.logs_of}:
+        turn = episode.last_of(other)
+        if turn is not None:
+            turn.metrics = {**turn.metrics, **result.metrics_of.get(other, {})}
+            turn.logs = {**turn.logs, **result.logs_of.get(other, {})}
+    if result.episode_done:
+        episode.end(truncated=result.truncated)
+    episode.observation, episode.stop = result.next_observation, result.next_stop_condition
+
+
+def settled(result: StepResult) -> tuple[float, dict[str, float], str | None]:
+    """(reward, metrics, error): a number as it is, a pending score once it is there."""
+    if not isinstance(result.reward, PendingScore):
+        return float(result.reward), result.metrics, None
+    score: Score = result.reward.result()
+    return score.reward if score.reward is not None else 0.0, {**result.metrics, **score.metrics}, score.error
+
+
+def finished(builders: Sequence[EnvGroupBuilder], episodes: Sequence[Playing]) -> tuple[list[TrajectoryGroup], list[str]]:
+    members: list[list[Playing]] = [[] for _ in builders]
+    errors: list[str] = []
+    for episode in episodes:
+        if episode.error is None:
+            members[episode.group].append(episode)
+        else:
+            errors.append(episode.error.encode("utf-8", "backslashreplace").decode("utf-8"))  # half a surrogate pair cannot be shown
+    groups = []
+    for builder, group in zip(builders, members, strict=True):
+        seats = sorted({seat for episode in group for seat, player in enumerate(episode.env.players) if player is None})
+        for seat in seats:  # none where every member failed: the errors say so
+            trajectories = [found for episode in group if (found := _of_seat(episode, seat)) is not None]
+            if not trajectories:
+                continue  # the policy had no turn there
+            extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(trajectories)
+            tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
+            groups.append(TrajectoryGroup(trajectories, [r for r, _ in extra], [m for _, m in extra], tag, builder.problem_index))
+    return groups, errors
+
+
+def _of_seat(episode: Playing, seat: int) -> Trajectory | None:
+    """What the policy did in a seat; None where that was another's, or it never had a turn there."""
+    if seat >= len(episode.env.players) or episode.env.players[seat] is not None:
+        return None
+    turns = [turn for turn in episode.transitions if turn.seat == seat]
+    return Trajectory(turns, episode.observation) if turns else None

@@ -1,0 +1,88 @@
+"""What was sampled, as rows to read and to train on again: an episode a row, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl.episodes.episode import Trajectory
+from rl.episodes.rollout import Rollouts
+from rl.images import shown
+from rl.renderers import Renderer
+
+
+def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> Iterator[dict[str, Any]]:
+    """One row for each trajectory: what was asked, answered, drawn (at `temperature`) and earned, to read and to train on again.
+
+    What stands there of an answer is of the last one; an episode of an environment has all of it as `turns`, see `turns_of`.
+    """
+    for g, group in enumerate(rollouts.groups):
+        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
+            turn = trajectory.transitions[-1]
+            row = {
+                "group": g,
+                "index": i,
+                "tag": group.tag,
+                "problem": group.problem_index,
+                "prompt": turn.logs.get("prompt", ""),
+                "response": turn.logs.get("response", ""),
+                "reward": reward,
+                "advantage": trajectory.advantage,
+                "stop_reason": turn.ac.stop_reason,
+                "version": turn.ac.version,
+                **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
+                "temperature": temperature,
+                "metrics": turn.metrics,
+                "prompt_tokens": turn.ob.flat(),
+                "response_tokens": turn.ac.tokens,
+                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+                "logprobs": turn.ac.logprobs,
+            }
+            if images := [image for _, image in turn.ob.placed()]:  # shown once a group; every row says that there were some
+                row |= {"image_count": len(images)} | ({"images": [shown(image) for image in images]} if i == 0 else {})
+            system = next((m["content"] for m in turn.logs.get("messages", ())[:1] if m["role"] == "system"), None)
+            row |= {"system": system} if system is not None else {}
+            row |= {"answer": turn.logs["answer"]} if turn.logs.get("answer") is not None else {}
+            yield {**row, "turns": turns_of(trajectory, renderer)} if len(trajectory.transitions) > 1 or "told" in turn.logs else row
+
+
+def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]:
+    """An episode from its first message to its last answer, one entry for each message.
+
+    What was said to the model: {"role", "text", "sampled": False}, with "name" of the tool that answered where the message has one.
+    An answer: {"role": "assistant", "text", "sampled": True, "tokens" (in decoded pieces), "token_ids", "logprobs", "observation_tokens"
+    (what of its prompt is new: how many tokens), "reward", "advantage" (its own, where turns are credited one by one), "stop_reason",
+    "metrics", "seat"}, "tool_calls" where it made any ({"name", "arguments", "seconds", and "answer" or "error"}), and "logs", what else
+    the environment noted. "restarts": True where its prompt does not continue what came before, but is written anew.
+    """
+    found: list[dict[str, Any]] = []
+    so_far: list[int] = []
+    advantages: Sequence[float | None] = trajectory.advantages_N or [trajectory.advantage] * len(trajectory.transitions)
+    for turn, advantage in zip(trajectory.transitions, advantages, strict=True):
+        for message in turn.logs.get("told", ()):
+            named = {"name": message["name"]} if message.get("name") else {}
+            found.append({"role": message["role"], "text": str(message.get("content") or ""), "sampled": False, **named})
+        observation = turn.ob.flat()
+        continues = observation[: len(so_far)] == so_far
+        entry: dict[str, Any] = {
+            "role": "assistant",
+            "text": turn.logs.get("response", ""),
+            "sampled": True,
+            "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+            "token_ids": list(turn.ac.tokens),
+            "logprobs": turn.ac.logprobs,
+            "observation_tokens": len(observation) - len(so_far) if continues else len(observation),
+            "reward": turn.reward,
+            "advantage": advantage,
+            "stop_reason": turn.ac.stop_reason,
+            **({} if turn.ac.version is None else {"version": turn.ac.version}),
+            **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
+            "metrics": turn.metrics,
+            "seat": turn.seat,
+        }
+        entry |= {"restarts": True} if so_far and not continues else {}
+        entry |= {"tool_calls": turn.logs["tool_calls"]} if turn.logs.get("tool_calls") else {}
+        other = {key: value for key, value in turn.logs.items() if key not in ("prompt", "response", "told", "tool_calls", "messages")}
+        found.append({**entry, "logs": other} if other else entry)
+        so_far = [*observation, *turn.ac.tokens]
+    return found

@@ -1,0 +1,32 @@
+"""Models beside the policy that score: reference, teacher, reward model, comparison."""
+
+from rl.judges.comparison import Comparison, ComparisonModel, comparison_messages, swapped, verdict_examples
+from rl.judges.episode_rewards import episode_of, with_episode_rewards
+from rl.judges.learned import ComparedInGroup, LearnedRewards, RewardModel, judged
+from rl.judges.reward_scores import scores_of
+from rl.judges.rubric import Question, Rubric, RubricJudge
+from rl.judges.scoring import BaseScorer, FrozenScorer, TokenScorer, check_vocabulary, full_input, full_tokens
+
+__all__ = [
+    "verdict_examples",
+    "BaseScorer",
+    "ComparedInGroup",
+    "Comparison",
+    "ComparisonModel",
+    "FrozenScorer",
+    "LearnedRewards",
+    "Question",
+    "RewardModel",
+    "Rubric",
+    "RubricJudge",
+    "TokenScorer",
+    "check_vocabulary",
+    "comparison_messages",
+    "episode_of",
+    "full_input",
+    "full_tokens",
+    "judged",
+    "scores_of",
+    "swapped",
+    "with_episode_rewards",
+]

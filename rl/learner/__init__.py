@@ -1,0 +1,23 @@
+"""One rank's share of a model that learns: forward, backward, optimizer, sharding, saving."""
+
+from rl.learner import saving
+from rl.learner.adamw import check_kind
+from rl.learner.backend import reads_in_parts
+from rl.learner.base import chosen
+from rl.learner.learner import Learner, LearnerSettings
+from rl.learner.logprobs import HeadRequest, LogprobHead
+from rl.learner.saving import read_state
+from rl.learner.spec import ModelSpec
+
+__all__ = [
+    "HeadRequest",
+    "Learner",
+    "LearnerSettings",
+    "LogprobHead",
+    "ModelSpec",
+    "check_kind",
+    "chosen",
+    "read_state",
+    "saving",
+    "reads_in_parts",
+]

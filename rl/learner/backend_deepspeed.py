@@ -1,0 +1,235 @@
+"""Weights, gradients and optimizer sharded by DeepSpeed, ZeRO stages 0 to 3.
+
+DeepSpeed averages over ranks, so losses go in times the world size. A forward always goes through the engine, and each is
+followed by its backward before the next: ZeRO-3's accumulation counter moves nowhere else. Written against 0.19.8, some of
+it against private parts (named where they are used), because nothing public drops gradients or fills an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
+from rl.learner.backend_shared import filled, hollow, summed_gradients
+from rl.models import Unread
+from rl.ranks import distributed
+from rl.types import AdamParams
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedBackend:
+    """See the module, and `rl.learner.backend.Backend` for the methods. `config`: made by `rl.ranks.launch.engine_config`."""
+
+    def __init__(self, model: Any, trainable: Mapping[str, Tensor], config: dict[str, Any], unread: Unread | None = None):
+        import deepspeed
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+        self.model, self.trainable = model, trainable
+        self.stage: int = config["zero_optimization"]["stage"]
+        self.shell = hollow(model)  # before the weights are sharded, while modules can still be copied
+        if unread is not None:
+            _shard_one_by_one(model, config, unread)
+        self.adam = new_adamw(trainable)
+        # An engine of our own rather than accelerator.prepare, which makes one per accelerator and plugin.
+        self.wrapped, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=self.adam, config=config)
+        self.bf16_stage1 = isinstance(self.optimizer, BF16_Optimizer)  # which has other private parts than the rest of ZeRO
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+
+    def micro_batch(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def backward(self, value: Tensor) -> None:
+        self.wrapped.backward(value * distributed.world())
+
+    # ------------------------------------------------------------------------------------------------------------- step
+
+    def step(self, params: AdamParams) -> tuple[float, bool]:
+        set_adam(self.adam, params)
+        if self.stage == 0:
+            return self._step_unsharded(params)
+        self.optimizer.clip_grad = params.grad_clip_norm
+        self.wrapped.step()
+        norm, applied = float(self.wrapped.get_global_grad_norm()), self.wrapped.was_step_applied()
+        self.drop_gradients()
+        return norm, applied
+
+    def _step_unsharded(self, params: AdamParams) -> tuple[float, bool]:
+        """Stage 0 reports no norm, and would step on a gradient that is not finite: averaged and looked at here, first."""
+        gradients = summed_gradients(list(self.trainable.values()))
+        torch._foreach_div_(gradients, distributed.world())
+        norm = torch.nn.utils.get_total_norm(gradients)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.wrapped._config.gradient_clipping = params.grad_clip_norm
+            self.wrapped.step()  # averages once more, what is the same on every rank by now
+        self.drop_gradients()
+        return float(norm), finite
+
+    def drop_gradients(self) -> None:
+        """Forgets what was accumulated, wherever the stage keeps it.
+
+        ZeRO-3 overwrites its buffers at the first micro-batch of a step, but only for the parameters used there: left as
+        they are, a parameter used later or not at all would be given the gradient of the step before.
+        """
+        self.wrapped.zero_grad()
+        self.optimizer.zero_grad()
+        if self.bf16_stage1:
+            return  # zero_grad clears its fp32 sums as well
+        if self.stage in (1, 2):
+            for kept in (self.optimizer.all_grad_tensors, self.optimizer.averaged_gradients):
+                for group in kept:
+                    kept[group] = None
+            self.optimizer.micro_step_id = -1  # of gradients kept on the CPU; as after a step
+        elif self.stage == 3:
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+        if self.stage > 0:
+            self.optimizer.reset_cpu_buffers()
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    def _gathered(self, parameter: Tensor, writer: int | None = None) -> contextlib.AbstractContextManager:
+        import deepspeed
+
+        if self.stage < 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
+
+    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            with self._gathered(self.parameters[name]):
+                yield name, self.parameters[name].detach()
+
+    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
+        """The copy lies in CPU memory and is gone again afterwards."""
+        return filled(self.shell, ((name, self._exact(name)) for name in names))
+
+    def _exact(self, name: str) -> Tensor:
+        """A parameter as the optimizer has it: in bf16 training its fp32 master copy."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if name in self.trainable and self.stage > 0:
+            return safe_get_full_fp32_param(self.trainable[name])
+        return next(tensor.clone() for _, tensor in self.pieces([name]))
+
+    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._exact(name).detach().clone()) for name in names)
+
+    def gradient_sizes(self) -> dict[str, float]:
+        from deepspeed.utils import safe_get_full_grad
+
+        found: dict[str, float] = {}
+        for name, parameter in self.trainable.items():
+            gradient = parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)  # every rank has to ask
+            found[name] = 0.0 if gradient is None else float(gradient.abs().max())
+        return found
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        for name, tensor in tensors.items():
+            parameter = self.trainable[name]
+            with self._gathered(parameter, writer=0):
+                parameter.data.copy_(tensor)
+            whole = tensor.to(self.wrapped.device, torch.float32)
+            if self.stage == 3:
+                safe_set_local_fp32_param(parameter, self._my_part(parameter, whole))
+            elif self.stage > 0:
+                safe_set_full_fp32_param(parameter, whole)
+
+    @staticmethod
+    def _my_part(parameter: Any, whole: Tensor) -> Tensor:
+        """This rank's partition of a whole ZeRO-3 tensor, the last one padded with zeros."""
+        size = parameter.ds_tensor.numel()
+        flat = nn.functional.pad(whole.reshape(-1), (0, size * distributed.world() - whole.numel()))
+        return flat[size * distributed.rank() :][:size]
+
+    # -------------------------------------------------------------------------------------------------------- optimizer
+
+    def _flat_parameters(self) -> list[Tensor]:
+        """What AdamW really steps on: this rank's flat fp32 partitions."""
+        if self.bf16_stage1:
+            return self.optimizer.fp32_groups_flat_partition
+        return self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if self.stage == 0:
+            return adam_state(self.adam, self.trainable)
+        states = [state for state in (self.adam.state.get(flat) for flat in self._flat_parameters()) if state]
+        if not states:
+            return {}  # no step yet
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.trainable.items():
+            wholes = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}  # every rank has to ask
+            if distributed.rank() == 0:
+                tensors |= {f"{name}/{key}": whole.to("cpu", copy=True) for key, whole in wholes.items()}
+                tensors[f"{name}/step"] = states[0]["step"].cpu().clone()
+        return tensors
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self.stage == 0:
+            return load_adam_state(self.adam, self.trainable, tensors)
+        self.adam.state.clear()
+        if self.stage < 3:  # or the calls below, and those above after the next step, would reach the state of before
+            self.optimizer._hp_optimizer_states_linked = False
+        if not tensors:
+            return
+        step = next(tensors[name] for name in tensors if name.endswith("/step"))
+        for flat in self._flat_parameters():
+            zeros = {key: torch.zeros_like(flat) for key in _MOMENTS}
+            self.adam.state[flat] = {"step": step.to(flat.device, copy=True), **zeros}
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self.trainable.items():
+            for key in _MOMENTS:
+                whole = tensors[f"{name}/{key}"].to(self.wrapped.device, torch.float32)
+                if self.stage == 3:
+                    safe_set_local_optimizer_state(parameter, self._my_part(parameter, whole), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, whole, key)
+
+    def release(self) -> None:
+        self.wrapped.destroy()
+        del self.wrapped, self.optimizer, self.adam, self.shell
+        gc.collect()  # engine and optimizer refer to each other
+
+
+def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) -> None:
+    """ZeRO-3's partitions of a model without values: rank 0 reads a tensor, all get it, each keeps its part, and then the next.
+
+    What deepspeed.initialize does with a model that is there, which is to be all in one dtype by then.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    where = torch.device(get_accelerator().current_device_name())
+    kept = config["zero_optimization"].get("offload_param", {}).get("device", "none")
+    first: Any = None
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, dtype=dtype, device=where)
+        if distributed.rank() == 0:
+            whole.copy_(unread.whole(name) if name in unread else parameter.detach())
+        parameter.data = whole
+        del whole
+        if first is None:
+            first, holder = parameter, nn.Module()
+            holder.register_parameter("first", first)
+            Init(module=holder, config_dict_or_path=config, dtype=dtype, remote_device=None if kept == "none" else kept)
+        else:
+            first.convert_to_zero_parameters(param_list=[parameter])
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(where)

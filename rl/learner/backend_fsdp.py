@@ -1,0 +1,129 @@
+"""Weights, gradients and optimizer sharded by PyTorch itself (FSDP2): what ZeRO-3 does, without DeepSpeed.
+
+Every trained parameter is a DTensor, a share of whose first dimension lies here in fp32; a layer's parameters are put
+together when it runs, in bf16 where that was asked for. Each backward adds the sum over ranks to the shares' gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl.learner.adamw import new_adamw, set_adam
+from rl.learner.backend_shared import filled, hollow
+from rl.models import Unread, inner_model
+from rl.ranks import distributed
+from rl.types import AdamParams
+
+
+class FSDPBackend:
+    """See the module, and `rl.learner.backend.Backend` for the methods. `bf16`: layers compute in it, sums over ranks stay fp32."""
+
+    def __init__(self, model: Any, *, bf16: bool, unread: Unread | None = None):
+        self.shell = hollow(model)  # before the weights are sharded, while modules can still be copied
+        kinds = set(inner_model(model)._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        distributed.shard_fully(model, layers, bf16=bf16)
+        self.wrapped = model
+        self.parameters: dict[str, Any] = dict(model.named_parameters())
+        self.trainable: Mapping[str, Any] = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        if unread is not None:
+            self._read(unread)
+        self.adam = new_adamw(self.trainable)
+
+    @torch.no_grad()
+    def _read(self, unread: Unread) -> None:
+        """This rank's share of each tensor, and nothing else of it."""
+        for name, parameter in self.parameters.items():
+            if name in unread:
+                size = -(-len(parameter) // distributed.world())  # as torch.chunk cuts
+                start, mine = size * distributed.rank(), parameter.to_local()
+                if len(mine):
+                    mine.copy_(unread.rows(name, start, start + len(mine)))
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        yield
+        # After a backward this is so already. After a forward alone the root would keep its weights as they are, past an update.
+        self.wrapped.reshard()
+
+    def backward(self, value: Tensor) -> None:
+        value.backward()
+
+    def step(self, params: AdamParams) -> tuple[float, bool]:
+        for parameter in self.trainable.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad.to_local() for p in self.trainable.values()]
+        square = torch.nn.utils.get_total_norm(gradients).square()
+        distributed.all_sum_([square])
+        norm = float(square.sqrt())
+        finite = bool(torch.isfinite(square))
+        if finite:
+            if params.grad_clip_norm > 0:
+                torch._foreach_mul_(gradients, min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+            set_adam(self.adam, params)
+            self.adam.step()
+        self.drop_gradients()
+        return norm, finite
+
+    def drop_gradients(self) -> None:
+        self.adam.zero_grad()
+
+    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, self.parameters[name].detach().full_tensor()
+
+    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.trainable[name].detach().full_tensor().clone()) for name in names)
+
+    def gradient_sizes(self) -> dict[str, float]:
+        own = {name: None if p.grad is None else p.grad.to_local() for name, p in self.trainable.items()}
+        return {name: 0.0 if grad is None or not grad.numel() else float(grad.abs().max()) for name, grad in own.items()}
+
+    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
+        """The copy lies in CPU memory and is gone again afterwards."""
+        return filled(self.shell, self.pieces(names))
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._put(self.trainable[name], tensor)
+
+    @staticmethod
+    def _put(parameter: Any, whole: Tensor) -> None:
+        """This rank's share of a whole tensor into a sharded one; the last ranks' may be empty."""
+        mine = parameter.to_local()
+        shares = whole.chunk(distributed.world())
+        mine.copy_(shares[distributed.rank()] if distributed.rank() < len(shares) else whole[:0])
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.trainable.items():
+            for key, value in self.adam.state.get(parameter, {}).items():
+                whole = value if key == "step" else value.full_tensor()  # every rank has to ask
+                if distributed.rank() == 0:
+                    tensors[f"{name}/{key}"] = whole.to("cpu", copy=True)
+        return tensors
+
+    @torch.no_grad()
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.adam.state.clear()
+        for full_name, value in tensors.items():
+            name, key = full_name.rsplit("/", 1)
+            parameter = self.trainable[name]
+            state = self.adam.state[parameter]
+            if key == "step":
+                state[key] = value.to(parameter.device, copy=True)
+            else:
+                state[key] = torch.zeros_like(parameter)
+                self._put(state[key], value)
+
+    def release(self) -> None:
+        del self.wrapped, self.parameters, self.trainable, self.adam, self.shell
+        gc.collect()  # FSDP's hooks and modules refer to each other

@@ -1,0 +1,85 @@
+"""Weights, gradients and optimizer whole on every rank: one process, or DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
+from rl.learner.backend_shared import summed_gradients
+from rl.ranks import distributed
+from rl.types import AdamParams
+
+
+class ReplicatedBackend:
+    """One process, or DDP: every rank holds everything."""
+
+    def __init__(self, model: Any, trainable: Mapping[str, Tensor], accelerator: Any, optimizer: str = "adamw"):
+        """`optimizer`: its kind, see rl.learner.adamw."""
+        self.model, self.trainable, self.accelerator = model, trainable, accelerator
+        self.wrapped = model
+        if distributed.world() > 1:
+            devices = [accelerator.device] if accelerator.device.type == "cuda" else None
+            self.wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        self.adam = new_adamw(trainable, optimizer)
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Gradients stay on their rank until the step sums them: the number of backwards is not known in advance."""
+        alone = self.wrapped.no_sync() if distributed.world() > 1 else contextlib.nullcontext()
+        with alone, self.accelerator.autocast():
+            yield
+
+    def backward(self, value: Tensor) -> None:
+        value.backward()
+
+    def step(self, params: AdamParams) -> tuple[float, bool]:
+        parameters = list(self.trainable.values())
+        norm = torch.nn.utils.get_total_norm(summed_gradients(parameters))
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            if params.grad_clip_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(parameters, params.grad_clip_norm, norm)
+            set_adam(self.adam, params)
+            self.adam.step()
+        self.drop_gradients()
+        return float(norm), finite
+
+    def drop_gradients(self) -> None:
+        self.adam.zero_grad()
+
+    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        named = dict(self.model.named_parameters())
+        for name in names:
+            yield name, named[name].detach()
+
+    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.trainable[name].detach().clone()) for name in names)
+
+    def gradient_sizes(self) -> dict[str, float]:
+        return {name: 0.0 if p.grad is None else float(p.grad.abs().max()) for name, p in self.trainable.items()}
+
+    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
+        return contextlib.nullcontext(self.model if distributed.rank() == 0 else None)
+
+    @property
+    def shell(self) -> Any:
+        return self.model
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.trainable[name].copy_(tensor)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return adam_state(self.adam, self.trainable)
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        load_adam_state(self.adam, self.trainable, tensors)
+
+    def release(self) -> None:
+        """Nothing outlives the references."""

@@ -1,0 +1,49 @@
+"""What every backend does alike: gradients summed over ranks, a model's shell filled for a save."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.ranks import distributed
+
+
+def hollow(model: nn.Module) -> Any:
+    """A copy of a model around parameters that hold nothing: untouched CPU memory, which the system does not give out yet."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def filled(shell: nn.Module, pieces: Iterable[tuple[str, Tensor]]) -> Iterator[Any | None]:
+    """On rank 0 a hollow model around whole parameters, in CPU memory that is given back afterwards; elsewhere None."""
+    writes = distributed.rank() == 0
+    copies, names = dict(shell.named_parameters()), []
+    for name, tensor in pieces:
+        if writes:
+            copies[name].data.copy_(tensor)
+            names.append(name)
+        del tensor
+    try:
+        yield shell if writes else None
+    finally:
+        for name in names:
+            copies[name].data = torch.empty_like(copies[name].data)
+
+
+def summed_gradients(parameters: Collection[Tensor]) -> list[Tensor]:
+    """The gradients, summed over the ranks in place; zeros where a parameter has none."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    distributed.all_sum_(gradients)
+    return gradients

@@ -1,0 +1,341 @@
+"""One rank's share of a model that learns: forward, backward over micro-batches, optimizer step.
+
+Gradients are those of a SUM of token losses over every datum of every call since the last step, divided by what the
+caller says. How the datums are cut into calls, micro-batches and ranks does not enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.errors import UserError
+from rl.images import reader_of
+from rl.layers import Replay, describe, given
+from rl.learner.backend import Backend, make_backend, place
+from rl.learner.backend_shared import hollow
+from rl.learner.base import lower_
+from rl.learner.dealing import Dealing, batches
+from rl.learner.logprobs import HeadRequest, LogprobHead
+from rl.learner.packing import PackedBatch
+from rl.learner.probe import Tried, agreed_faults, runnable
+from rl.learner.sampled import Sampled
+from rl.losses import LossSpec
+from rl.models import (
+    LoadedModel,
+    attention_mask_for,
+    inner_model,
+    is_lora,
+    is_value_head,
+    shape_of,
+    uses_flash_attention,
+    vocabulary_of,
+)
+from rl.ranks import distributed
+from rl.sampler import length_switch
+from rl.types import AdamParams, Datum
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs; kept_bytes: see linear_logprob.
+
+    optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go to those.
+    """
+
+    token_budget: int = 16384
+    layout: str = "auto"
+    fused: bool = True
+    gradient_checkpointing: bool = False
+    optimizer: str = "adamw"
+    router_replay: bool = False
+    kept_bytes: int | None = None
+
+
+def _checkpoint(loaded: LoadedModel) -> None:
+    """Turns gradient checkpointing on, which transformers does in training mode alone; the probe sees that nothing else changes."""
+    if not inner_model(loaded.model).supports_gradient_checkpointing:
+        kind = type(inner_model(loaded.model)).__name__
+        raise UserError(f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower token_budget, if memory is short)")
+    loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loaded.model.train()
+
+
+def _collect(outputs: dict[int, dict[str, np.ndarray]], batch: PackedBatch, found: Mapping[str, Tensor]) -> None:
+    """Cuts what was found at each token into datums."""
+    bounds = batch.cu_seqlens.tolist()
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
+    for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
+        outputs[i] = {name: array[start:end] for name, array in arrays.items()}
+
+
+class Learner:
+    """A model under the accelerator with its optimizer. Every rank holds one and makes the same calls."""
+
+    def __init__(self, loaded: LoadedModel, accelerator: Any, settings: LearnerSettings, base: str = "fp32"):
+        """`base`: what frozen matrices are held in (rl.learner.base)."""
+        self.loaded = loaded
+        self.accelerator = accelerator
+        self.settings = settings
+        self.model = loaded.model
+        if settings.gradient_checkpointing:
+            _checkpoint(loaded)
+        self.trainable: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}  # a sharded one's own is no longer its
+        self.flash = uses_flash_attention(self.model)
+        self.layers = describe(self.model)
+        self.reader = reader_of(inner_model(self.model))
+        self.length_switch = length_switch(self.model)
+        if loaded.stored is not None:
+            self.backend = self._read_in_parts(base)
+        else:
+            self.backend = self._whole(base)
+        self.trainable = dict(self.backend.trainable)  # FSDP replaces parameters by shares: the whole ones are to be let go
+        self.is_lora = is_lora(self.model)
+        self.values = [name for name in self.trainable if is_value_head(name)]  # of the value head; the sampler has none
+        self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
+        self.has_gradient = False
+        self.parts = 0  # micro-batches of a rank in the last call
+        self.sampled = Sampled()
+
+    def _whole(self, base: str) -> Backend:
+        """The backend of a model that is here: tried out, then sharded, which it may not be tried out in."""
+        model, accelerator = self.model, self.accelerator
+        if base == "fp32":
+            place(model, accelerator)
+        with accelerator.autocast(), runnable(model):  # as in training: flash attention takes no fp32
+            self.layouts = self._exact_layouts(Tried(model))
+            self.head = LogprobHead(model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes)  # tries it as well
+        shell = hollow(model) if base == "4bit" else None
+        if base != "fp32":  # tried out in fp32, where a fault shows most, and on the CPU: the device may not hold it in fp32
+            lower_(model, base, accelerator.device)
+            place(model, accelerator)
+        return make_backend(model, self.trainable, accelerator, self.settings.optimizer, shell)
+
+    def _read_in_parts(self, base: str) -> Backend:
+        """The backend of a model whose weights are in their files: each rank reads its share, then all try it out together."""
+        model, accelerator = self.model, self.accelerator
+        assert self.loaded.stored is not None
+        unread, self.loaded.stored = self.loaded.stored.under(model), None
+        lower_(model, base, accelerator.device, hollow=True)
+        backend = make_backend(model, self.trainable, accelerator, unread=unread)
+        tried = Tried(model, backend.wrapped, vocabulary_of(backend.shell), whole=accelerator.mixed_precision != "bf16")
+        with backend.micro_batch():
+            self.layouts = self._exact_layouts(tried)
+            self.head = LogprobHead(
+                model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes, wrapped=backend.wrapped, vocabulary=tried.vocabulary
+            )
+        return backend
+
+    def _exact_layouts(self, tried: Tried) -> set[str]:
+        """The layouts that may be used, tried on this model (rl.learner.probe). Raises UserError where what was asked for is none."""
+        asked, training = self.settings.layout, self.settings.gradient_checkpointing
+        may = ["padded", asked if asked != "auto" else "packed" if self.flash else "shared"]
+        faults = agreed_faults(tried, sorted(set(may)), training=training, device=self.accelerator.device)
+        kind = type(inner_model(self.model)).__name__
+        if "padded" in faults:
+            raise UserError(
+                f"{self.loaded.name} ({kind}) cannot be trained: sequences in one batch must not change each other, nor a token what "
+                f"stands before it, and here {faults['padded']}. Use a causal language model (a decoder: is_decoder in its config.json)"
+            )
+        if asked in faults:
+            exact = "padded" if asked != "padded" else "auto"
+            raise UserError(f"layout {asked} is not exact for {self.loaded.name} ({kind}): {faults[asked]}. Use auto or {exact}")
+        if "training" in faults:
+            raise UserError(
+                f"{self.loaded.name} ({kind}) computes something else in training mode than when it is sampled from: {faults['training']}. "
+                "Turn gradient_checkpointing off, which needs that mode (and lower token_budget, if memory is short)"
+            )
+        return set(may) - faults.keys()
+
+    # ------------------------------------------------------------------------------------------------ forward, backward
+
+    def run(
+        self,
+        datums: Sequence[Datum],
+        loss: LossSpec,
+        config: Mapping[str, float],
+        *,
+        temperature: float | Sequence[float],
+        divisor: float,
+        backward: bool,
+        entropy: bool = False,
+        adapters: bool = True,
+        part: int | None = None,
+    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
+        """This rank's part of a call: outputs by datum index (logprobs, entropy, values) and sums of metrics.
+
+        `part`: of the call's micro-batches that one alone, of `self.parts`; all of them in order are the whole call, to the bit.
+
+        `temperature`: one for all datums, or each one's own (datums of a pair have the first one's).
+        `adapters`: False scores with the LoRA adapter off, as the base model does; never with `backward`.
+        Raises FloatingPointError when the loss is not finite; the gradients since the last step are dropped then.
+        """
+        outputs: dict[int, dict[str, np.ndarray]] = {}
+        sums: dict[str, Tensor] = {}
+        for batch in self._my_batches(datums, loss.group, temperature, part):
+            replaying = self._replaying(batch if adapters else None)
+            with torch.set_grad_enabled(backward), self._adapters(adapters), self.backend.micro_batch(), replaying as replay:
+                value, found, metrics = self._forward(batch, loss, config, batch.temperature, entropy)
+                if backward:
+                    self.backend.backward(value * (batch.scale / divisor))
+            if batch.scale == 0.0:
+                continue
+            if replay is not None:
+                elsewhere, told = replay.counts()
+                metrics = {**metrics, "rerouted:sum": elsewhere, "routed:sum": told}
+            for name, metric in {"loss:sum": value.detach(), **metrics}.items():
+                sums[name] = sums[name] + metric.double() if name in sums else metric.detach().double()
+            _collect(outputs, batch, found)
+        totals = {name: float(value) for name, value in sums.items()}
+        loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
+        distributed.all_sum_([loss_sum])  # every rank knows, or those without the bad datum would wait for the others
+        if not math.isfinite(float(loss_sum)):
+            self.drop_gradients()
+            raise FloatingPointError(
+                f"the loss ({loss.fn.__name__}) is {float(loss_sum)}: a logprob or an input is not finite. The gradients since the "
+                "last step were dropped, the weights are unchanged; look for logprobs of -inf in the datums, or lower the learning rate"
+            )
+        self.has_gradient = self.has_gradient or (backward and len(datums) > 0)
+        return outputs, totals
+
+    def _forward(
+        self, batch: PackedBatch, loss: LossSpec, config: Mapping[str, float], temperature: float, entropy: bool
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """(the loss, what was found at each token by name, metrics) of one micro-batch."""
+        wants_entropy = entropy or loss.needs_entropy(config)
+        likeliest = bool(config.get("token_accuracy"))
+        request = HeadRequest(batch.inputs["target_tokens"], batch.token_index, temperature, wants_entropy, loss.logprobs, likeliest)
+        inputs: dict[str, Any] = self._read(batch)
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
+        logp, entropy_T, values_T = self.head(self.backend.wrapped, request, **inputs)
+        fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
+        value, metrics = loss.compute(logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused)
+        if values_T is not None:
+            # ZeRO wants every parameter touched by every backward, and the model's own output to be part of it
+            value = value + 0.0 * (values_T if loss.logprobs else values_T + logp.reshape(len(values_T), -1)[:, 0]).sum()
+        found = {"logprobs": logp} if loss.logprobs else {}
+        found |= {"entropy": entropy_T} if entropy else {}
+        return value, found if values_T is None else found | {"values": values_T}, metrics
+
+    def _replaying(self, batch: PackedBatch | None) -> AbstractContextManager[Replay | None]:
+        """Router replay, where it is asked for and the batch says which experts. ValueError where these are another model's."""
+        if batch is None or batch.experts is None or not self.settings.router_replay:
+            return contextlib.nullcontext()
+        experts = self.layers.experts
+        told = batch.experts.shape[1]
+        if experts is None or told != len(experts.blocks) * experts.per_token:
+            raise ValueError(f"datums with {told} experts a token are not of this model ({self.layers}): sampled from another one?")
+        return given(self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token)))
+
+    def _read(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """What the forward reads of a micro-batch's tokens and images."""
+        if self.reader is None or batch.images is None:
+            return {"input_ids": batch.input_ids}
+        rows, lengths = zip(*batch.images, strict=True)
+        return self.reader.inputs(inner_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths)
+
+    @contextlib.contextmanager
+    def _adapters(self, on: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if on else self.model.disable_adapter():
+            yield
+
+    def _my_batches(
+        self, datums: Sequence[Datum], group: int = 1, temperature: float | Sequence[float] = 1.0, part: int | None = None
+    ) -> list[PackedBatch]:
+        """This rank's micro-batches (rl.learner.dealing); `part`: that one of them alone."""
+        drawn_at = [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
+        config = self.model.config.get_text_config().to_dict()
+        hidden = config.get("hidden_size") or config["n_embd"]
+        dealing = Dealing(self.settings.token_budget, self.settings.layout, frozenset(self.layouts), hidden, self.length_switch,
+                          self.reader is not None)  # fmt: skip
+        rounds = dealing.rounds(datums, group, drawn_at)
+        self.parts = len(rounds)
+        return batches(datums, rounds if part is None else rounds[part : part + 1], group, drawn_at, self.accelerator.device)
+
+    # ------------------------------------------------------------------------------------------------------------- step
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        """One AdamW update of what was accumulated. Returns the gradient norm before clipping.
+
+        Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A gradient that is not
+        finite is dropped, nothing changes, and `skipped_nonfinite` is 1.
+        """
+        if not self.has_gradient:
+            return {"grad_norm": 0.0, "skipped": 1.0}
+        self.has_gradient = False
+        norm, applied = self.backend.step(params)
+        if not applied:
+            return {"grad_norm": norm, "skipped_nonfinite": 1.0}
+        self.version += 1
+        return {"grad_norm": float(norm)}
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """What is accumulated times `factor`. UserError under DeepSpeed, which keeps gradients elsewhere."""
+        if self.accelerator.distributed_type.value == "DEEPSPEED":
+            raise UserError("gradients cannot be scaled under DeepSpeed, which keeps them to itself: pass forward_backward a divisor")
+        for parameter in self.trainable.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        self.backend.drop_gradients()
+        self.has_gradient = False
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    @property
+    def shell(self) -> Any:
+        """The model's modules, shapes and names; its weights may count for nothing."""
+        return self.backend.shell
+
+    def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that are trained (`frozen`: all), whole, one at a time, but the value head's: what is sampled from.
+
+        All ranks take them together.
+        """
+        names = self.parameter_shapes if frozen else self.trainable
+        return self.backend.pieces([name for name in names if not is_value_head(name)])
+
+    def whole_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
+        """The model with all its weights (or its adapter's alone) on rank 0, None elsewhere: all ranks enter together."""
+        return self.backend.whole_model(list(self.trainable if adapter_only else self.parameter_shapes))
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """On rank 0 AdamW's state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
+
+        The same under every backend and number of ranks, so what one saves another reads. All ranks call it together.
+        """
+        return self.backend.optimizer_tensors()
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces AdamW's state; nothing makes it a fresh optimizer."""
+        self.backend.load_optimizer_tensors(tensors)
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies the trainable tensors in. Raises ValueError naming what is missing, unknown or of another shape."""
+        missing, unknown = sorted(self.trainable.keys() - tensors.keys()), sorted(tensors.keys() - self.trainable.keys())
+        if missing or unknown:
+            raise ValueError(f"the saved weights do not fit this model: missing {missing[:3]}, unknown {unknown[:3]}")
+        for name in self.trainable:
+            here, there = tuple(self.parameter_shapes[name]), shape_of(tensors, name)
+            if here != there:
+                raise ValueError(f"{name} has shape {there} in the file, {here} here")
+        self.backend.load_weights(tensors)
+        self.drop_gradients()
+        self.version += 1
+
+    def release(self) -> None:
+        self.backend.release()

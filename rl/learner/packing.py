@@ -1,0 +1,241 @@
+"""Cutting datums into micro-batches by a token budget, and laying a micro-batch out as tensors.
+
+Three layouts of the same micro-batch, which give the same logprobs and gradients on the models that take them (see rl.learner.probe):
+  "padded"  [rows, longest], right-padded. Causal attention never looks right, so no mask is needed, and what stands at
+            the padding is not read: the head runs on real tokens alone. Best where attention costs rows x longest^2.
+  "packed"  [1, T], sequences end to end with positions that restart at 0. Best where attention takes cu_seqlens.
+  "shared"  [rows, longest], a row is a prompt once and then every answer to it, each of which sees the prompt and itself.
+            A group's prompt is computed once instead of once an answer; attention gets an explicit mask, so it costs
+            (prompt + all answers)^2. Best where prompts are long beside answers, or everything is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.types import Datum, PlacedImage
+
+LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """One micro-batch. `input_ids` and `position_ids` as the model reads them; everything else is flat over real tokens.
+
+    attention_mask  bool [rows, 1, longest, longest] where a row is not plainly causal, else None
+    token_index  int64 [T] where each datum's token stands in input_ids.flatten() (several may share one), None: in order
+    cu_seqlens   int64 [D + 1]
+    inputs       the datums' fields, [T] (or [T, K])
+    datum_index  the position of each datum in the caller's list
+    scale        1.0, or 0.0 for a batch that only keeps a rank in step with the others
+    temperature  what all of its datums are scored at
+    experts      int64 [positions of input_ids, B * K] those that are given (see rl.layers.routing), -1 where they are not, or None
+    images       of each row (padded alone) its images, placed, and how long it is; None where no datum has any
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor | None
+    attention_mask: Tensor | None
+    token_index: Tensor | None
+    cu_seqlens: Tensor
+    inputs: dict[str, Tensor]
+    datum_index: list[int]
+    scale: float = 1.0
+    temperature: float = 1.0
+    experts: Tensor | None = None
+    images: list[tuple[tuple[PlacedImage, ...], int]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+
+def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
+    """What may not be torn apart: neighbours with the same prompt where the layout shares it, else each datum alone.
+
+    A unit ends where it would outgrow the budget of a micro-batch: its prompt is computed again for the next.
+    """
+    if layout != "shared":
+        return [[i] for i in range(len(datums))]
+    found: list[list[int]] = []
+    last: list[int] | None = None
+    size = 0
+    for i, datum in enumerate(datums):
+        prompt = datum.model_input.flat()[: prompt_length(datum)]
+        answer = datum.model_input.length - len(prompt)
+        if last is not None and prompt == last and size + answer <= token_budget:
+            found[-1].append(i)
+            size += answer
+        else:
+            found.append([i])
+            size = len(prompt) + answer
+        last = prompt
+    return found
+
+
+def blocks(datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1) -> list[list[list[int]]]:
+    """Units in blocks that stay together in one micro-batch on one rank: `group` consecutive datums each (a pair, say)."""
+    if group == 1:
+        return [[unit] for unit in units(datums, layout, token_budget)]
+    found = []
+    for first in range(0, len(datums), group):
+        own = units(datums[first : first + group], layout, token_budget)
+        found.append([[first + i for i in unit] for unit in own])
+    return found
+
+
+def block_cost(datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str) -> int:
+    """Positions that a block takes: its units end to end when packed, else as many rows, each as long as the longest."""
+    costs = [unit_cost(datums, unit) for unit in block]
+    return sum(costs) if layout == "packed" else len(costs) * max(costs)
+
+
+def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) -> str:
+    """"padded" or "shared", whichever costs less arithmetic.
+
+    A token's linear layers take about 24 D^2 operations a layer (D: hidden size), its attention over L positions 2 L D when
+    it is causal without a mask and 4 L D with one; so a row of L tokens costs L (1 + L / 12 D), or L (1 + L / 6 D) shared.
+    """
+    lengths = [datum.model_input.length for datum in datums]
+    together = units(datums, "shared", token_budget)
+    rows = [unit_cost(datums, unit) for unit in together]
+    padded = sum(n * (1 + n / (12 * hidden_size)) for n in lengths)
+    shared = sum(n * (1 + n / (6 * hidden_size)) for n in rows)
+    return "shared" if shared < 0.9 * padded else "padded"
+
+
+def prompt_length(datum: Datum) -> int:
+    """Input tokens before the first one that is sampled: that many positions are the same for all answers to a prompt."""
+    inputs = datum.loss_fn_inputs
+    for name in ("mask", "weights", "advantages"):
+        if name in inputs:
+            active = np.flatnonzero(inputs[name].array.reshape(len(inputs[name]), -1).any(1))
+            return int(active[0]) + 1 if len(active) else len(inputs[name])
+    return datum.model_input.length
+
+
+def unit_cost(datums: Sequence[Datum], unit: Sequence[int]) -> int:
+    """Positions that a unit takes: its prompt once, and what follows it in each datum."""
+    shared = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
+    return shared + sum(datums[i].model_input.length - shared for i in unit)
+
+
+def plan(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:
+    """Which units go together: lists of indices, each micro-batch costing at most `token_budget` positions.
+
+    Cost is what the layout really holds: rows x longest when rows are padded, the sum of lengths when packed. A unit
+    longer than the budget stands alone (it has to be trained on somehow). Longest first, so that neighbours have like
+    lengths and the largest micro-batch, which decides the peak of memory, comes first. A pure function of its arguments.
+    """
+    if token_budget < 1:
+        raise ValueError(f"the token budget of a micro-batch is at least 1, got {token_budget}")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if layout == "packed":
+        return _first_fit(order, lengths, token_budget)
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        for b, left in enumerate(room):
+            if lengths[i] <= left:
+                batches[b].append(i)
+                room[b] -= lengths[i]
+                break
+        else:
+            batches.append([i])
+            room.append(token_budget - lengths[i])
+    return batches
+
+
+def collate(
+    datums: Sequence[Datum], chunk: Sequence[Sequence[int]], layout: str, device: torch.device | str = "cpu"
+) -> PackedBatch:
+    """Lays the units of `chunk` (lists of indices into `datums`) out as one micro-batch on `device`.
+
+    All datums of a chunk have the same fields. Raises ValueError for an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: one of {', '.join(LAYOUTS)}")
+    indices = [i for unit in chunk for i in unit]
+    chosen = [datums[i] for i in indices]
+    tokens = [np.asarray(datum.model_input.flat(), dtype=np.int64) for datum in chosen]
+    images = [(datum.model_input.placed(), len(own)) for datum, own in zip(chosen, tokens, strict=True)]
+    seen = any(placed for placed, _ in images)
+    if seen and layout != "padded":
+        raise ValueError(f"sequences with images are laid out padded, not {layout}")
+    cu_seqlens = np.concatenate([[0], np.cumsum([len(t) for t in tokens])])
+    lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
+    input_ids, position_ids, mask, token_index = lay_out(tokens, chunk, datums)
+    inputs = {
+        name: torch.from_numpy(np.concatenate([datum.loss_fn_inputs[name].array for datum in chosen])).to(device)
+        for name in chosen[0].loss_fn_inputs
+    }
+
+    def put(array: np.ndarray | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(device)
+
+    ids = torch.from_numpy(input_ids).to(device)
+    experts = None
+    if chosen[0].experts is not None:
+        experts = np.full((input_ids.size, chosen[0].experts.shape[1]), -1, np.int64)
+        given = np.concatenate([datum.experts for datum in chosen if datum.experts is not None])
+        experts[np.arange(len(given)) if token_index is None else token_index] = given
+    return PackedBatch(
+        ids, put(position_ids), put(mask), put(token_index), torch.from_numpy(cu_seqlens).to(device), inputs, indices,
+        experts=put(experts), images=images if seen else None,
+    )  # fmt: skip
+
+
+_Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
+
+
+def _packed(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]) -> _Layout:
+    positions = np.concatenate([np.arange(len(t)) for t in tokens])
+    return np.concatenate(tokens)[None], positions[None], None, None
+
+
+def _padded(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]) -> _Layout:
+    lengths = np.asarray([len(t) for t in tokens])
+    present = np.arange(lengths.max())[None] < lengths[:, None]
+    input_ids = np.zeros(present.shape, dtype=np.int64)
+    input_ids[present] = np.concatenate(tokens)
+    return input_ids, None, None, (None if present.all() else np.flatnonzero(present))
+
+
+def _shared(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]) -> _Layout:
+    """Row by row: the prompt (segment 0), then answer k (segment k); padding is a segment of its own."""
+    longest = max(unit_cost(datums, unit) for unit in chunk)
+    input_ids = np.zeros((len(chunk), longest), dtype=np.int64)
+    position_ids = np.zeros_like(input_ids)
+    segments = np.full((len(chunk), longest), -1, dtype=np.int64)
+    token_index = []
+    sequences = iter(tokens)
+    for row, unit in enumerate(chunk):
+        prompt = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
+        at = row * longest  # in the flattened arrays
+        ids, positions, segment = input_ids[row], position_ids[row], segments[row]
+        end = prompt
+        for k, _ in enumerate(unit, start=1):
+            sequence = next(sequences)
+            if k == 1:
+                ids[:prompt], positions[:prompt], segment[:prompt] = sequence[:prompt], np.arange(prompt), 0
+            start, end = end, end + len(sequence) - prompt
+            ids[start:end], positions[start:end], segment[start:end] = sequence[prompt:], np.arange(prompt, len(sequence)), k
+            token_index += [np.arange(at, at + prompt), np.arange(at + start, at + end)]
+    sees = (segments[:, None, :] == segments[:, :, None]) | ((segments == 0)[:, None, :] & (segments > 0)[:, :, None])
+    mask = sees & np.tri(longest, dtype=bool)[None]
+    return input_ids, position_ids, mask[:, None], np.concatenate(token_index)

@@ -1,0 +1,305 @@
+"""Which layouts a model takes: found by trying them on a few tokens when it is loaded, whatever its architecture is called.
+
+A layout is exact where every sequence has the hidden states that it has alone, and where those of one hang on nothing but
+that sequence's own tokens. The second is read from gradients with respect to the embeddings: attention that is masked gives
+exactly zero, so that a leak shows however faint it is (in a model with fresh weights it may be 1e-4 of the whole), in every
+dtype. Shapes: R rows, L positions, T tokens of all sequences, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl.layers import describe, shallow, shrunk
+from rl.learner.packing import PackedBatch, collate, units
+from rl.learner.tried import Draws, Seen, Sequences, Tried
+from rl.models import attention_mask_for, inner_model, seeded, uses_flash_attention
+from rl.ranks import distributed
+
+REACHED = 24  # a window up to here is tried as it is, a larger one as rl.layers.reach.SHRUNK
+LEAK = 1e-6  # of the gradient's own size: masked attention gives 0; a factor of eight over float32's rounding
+# Largest differences from the sequence alone, relative to its own size: (hidden states of a token, gradient at a token).
+# In float32 rounding gives up to 3e-6 and 5e-5, a fault on fresh weights (std 0.02) 1e-4 and 1e-2 or more. In bf16 rounding, and
+# experts that change places over it, reach 0.1 at single tokens, so there the median over tokens counts.
+SHARP, COARSE = (5e-5, 2e-3), (0.1, 0.3)
+
+
+class Untried(Exception):
+    """A layout could not be run on this model; the text says why."""
+
+
+def find_faults(model: Any, layouts: Sequence[str], *, training: bool = False) -> dict[str, str]:
+    """Why a layout is not exact, by layout; what is not in it is. "padded" stands for the model alone in a plain batch.
+
+    Tried under the ambient autocast, and without it first where the weights are float32, since that shows most. `training`: the
+    model's training mode is tried as well, under the name "training". Leaves no trace: generators, buffers and
+    the mode of every module are as before.
+    """
+    return _faults(Tried(model), layouts, training)
+
+
+def _faults(tried: Tried, layouts: Sequence[str], training: bool) -> dict[str, str]:
+    model, whole = tried.model, tried.whole
+    device = next(model.parameters()).device
+    under_autocast = torch.is_autocast_enabled(device.type)
+    faults: dict[str, str] = {}
+    first = shallow(model) if tried.wrapped is model else contextlib.nullcontext()  # what is sharded already runs whole
+    with _untouched(model), runnable(model), first:
+        sharply = whole and not uses_flash_attention(model)
+        if sharply:
+            with torch.autocast(device.type, enabled=False):
+                faults = _Probe(tried, SHARP).run(layouts, training)
+        if under_autocast or not sharply:
+            left = [layout for layout in layouts if layout not in faults]
+            faults |= _Probe(tried, COARSE, again=sharply).run(left, training and "training" not in faults)
+    return faults
+
+
+def agreed_faults(tried: Tried, layouts: Sequence[str], *, training: bool, device: torch.device) -> dict[str, str]:
+    """`find_faults` as all ranks make of it together: what one of them found holds for all, or they would lay out differently."""
+    mine = _faults(tried, layouts, training)
+    names = [*layouts, "training"]
+    found = torch.tensor([float(name in mine) for name in names], device=device)
+    distributed.all_sum_([found])
+    return {name: mine.get(name, "another rank found it so") for name, count in zip(names, found.tolist(), strict=True) if count}
+
+
+@contextlib.contextmanager
+def runnable(model: Any) -> Iterator[None]:
+    """Flash attention runs on a GPU alone: weights that wait on the CPU to be sharded are tried with torch's own attention."""
+    swap = uses_flash_attention(model) and next(model.parameters()).device.type == "cpu"
+    if swap:
+        inner_model(model).set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if swap:
+            inner_model(model).set_attn_implementation("flash_attention_2")
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Generators, the mode of every module, and buffers as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(module, name, buffer, buffer.clone()) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
+    try:
+        with seeded(0):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, before in buffers:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+            module._buffers[name] = buffer
+
+
+class _Probe:
+    """One model at one precision. `most`: the largest differences, see SHARP; `again`: it was tried more sharply before."""
+
+    def __init__(self, tried: Tried, most: tuple[float, float], again: bool = False):
+        self.model, self.inner, self.most, self.again = tried.model, inner_model(tried.model), most, again
+        self.wrapped, self.vocabulary, self.gradients = tried.wrapped, tried.vocabulary, tried.gradients
+        self.device = next(self.model.parameters()).device
+        self.layers = describe(self.model)
+
+    def run(self, layouts: Sequence[str], training: bool) -> dict[str, str]:
+        faults: dict[str, str] = {}
+        reach = self.layers.reach
+        near = max((n for n in reach.values() if n <= REACHED), default=0)
+        sequences = Sequences.make(self.vocabulary, near)
+        self.model.eval()
+        with contextlib.ExitStack() as stack:
+            far = self._shrink(stack, sequences, {name: n for name, n in reach.items() if n > REACHED})
+            try:
+                alone = self._alone(sequences)
+            except Untried as reason:
+                return {layout: str(reason) for layout in layouts}
+            for layout in layouts:
+                fault = far if layout != "padded" and far else self._fault_of(layout, sequences, alone)
+                if fault:
+                    faults[layout] = fault
+            if training and "padded" not in faults:
+                fault = self._training_fault(sequences, alone)
+                if fault:
+                    faults["training"] = fault
+        return faults
+
+    def _shrink(self, stack: contextlib.ExitStack, sequences: Sequences, reach: Mapping[str, int]) -> str | None:
+        """Makes far reaches near for what follows; says what cannot be made so, and leaves packed and shared untried."""
+        if self.again:
+            return None
+        if self.layers.strange:
+            return f"its layers of the kind {self.layers.strange} may look farther than can be tried here"
+        if self.most is not SHARP and self.layers.reach:
+            return f"its layers ({', '.join(self.layers.reach)}) do not see everything, and in this precision a fault may not show"
+        try:
+            plain = self._forward(self._batch(sequences, "padded", [sequences.judged]))
+            for name, value in reach.items():
+                stack.enter_context(shrunk(self.model, name))
+                now = self._forward(self._batch(sequences, "padded", [sequences.judged]))
+                if self._difference(now, plain)[0] <= LEAK:
+                    return f"{name}={value} reaches farther than can be tried here"
+                plain = now
+        except Untried as reason:
+            return f"its layers ({', '.join(reach)}) reach farther than can be tried here: {reason}"
+        return None
+
+    def _fault_of(self, layout: str, sequences: Sequences, alone: Seen) -> str | None:
+        if layout != "padded" and not self.layers.takes_positions:
+            return "its forward takes no position_ids"
+        if layout == "shared" and uses_flash_attention(self.model):
+            return "flash attention takes no mask of its own"
+        try:
+            found = self._forward(self._batch(sequences, layout), judged=sequences.judged if self.gradients else None)
+            leak = 0.0 if self.gradients else self._moved(found, sequences, layout)
+        except Untried as reason:
+            return str(reason)
+        what = {"padded": "what stands to its right or in other rows", "packed": "the others in its row", "shared": "other answers"}
+        if not self.gradients:
+            if not leak <= LEAK:
+                return f"a sequence is not told apart from {what[layout]} (by {leak:.1g} of its hidden states)"
+            return self._why_unlike(found, alone)
+        assert found.own is not None and alone.own is not None
+        size = float(alone.own.norm())
+        if not found.others <= LEAK * size:
+            return f"a sequence is not told apart from {what[layout]} (by {found.others / max(size, 1e-30):.1g} of its gradient)"
+        return self._why_unlike(found, alone)
+
+    def _moved(self, found: Seen, sequences: Sequences, layout: str) -> float:
+        """By how much of their size the judged sequence's hidden states move where all others are changed: by 0, at equal shapes."""
+        changed = sequences.others_changed(self.vocabulary, answers_alone=layout == "shared")
+        mine, then = found.hidden[sequences.judged], self._forward(self._batch(changed, layout)).hidden[sequences.judged]
+        return float((mine - then).norm() / mine.norm().clamp_min(1e-30))
+
+    def _training_fault(self, sequences: Sequences, alone: Seen) -> str | None:
+        """Two forwards in training mode and a backward, with checkpoints where they are on, against those of evaluation."""
+        self.model.train()
+        batch = self._batch(sequences, "padded")
+        try:
+            for _ in range(2):
+                with Draws() as draws:
+                    found = self._forward(batch, judged=sequences.judged if self.gradients else None)
+                why = self._why_unlike(found, alone) or (f"it draws random numbers ({', '.join(sorted(draws.by))})" if draws.by else None)
+                if why:
+                    return why
+        except Untried as reason:
+            return str(reason)
+        finally:
+            self.model.eval()
+        return None
+
+    def _why_unlike(self, found: Seen, alone: Seen) -> str | None:
+        states, gradient = self._difference(found, alone)
+        if not states <= self.most[0]:
+            return f"hidden states differ from those of a sequence alone by {states:.1g} of their size"
+        if not gradient <= self.most[1]:
+            return f"gradients differ from those of a sequence alone by {gradient:.1g} of their size"
+        return None
+
+    def _difference(self, found: Seen, alone: Seen) -> tuple[float, float]:
+        """Of hidden states and of gradients, each token's relative to its own size: the largest, or in bf16 the median."""
+
+        def relative(a: Tensor, b: Tensor) -> Tensor:
+            size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
+            return ((a - b).norm(dim=-1) / size.clamp_min(1e-30)).nan_to_num(nan=float("inf"))
+
+        def most(values: Tensor) -> float:
+            return float(values.max() if self.most is SHARP else values.median())
+
+        states = max(most(relative(a, b)) for a, b in zip(found.hidden, alone.hidden, strict=True))
+        if found.own is None or alone.own is None:
+            return states, 0.0
+        # a position whose gradient is rounding alone says nothing
+        floor = 1e-6 * alone.own.norm(dim=-1).max()
+        kept = (alone.own.norm(dim=-1) > floor) | (found.own.norm(dim=-1) > floor)
+        return states, most(relative(found.own, alone.own)[kept]) if bool(kept.any()) else float("inf")
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    def _batch(self, sequences: Sequences, layout: str, which: Sequence[int] | None = None) -> PackedBatch:
+        datums = sequences.datums if which is None else [sequences.datums[i] for i in which]
+        return collate(datums, units(datums, layout, 10**9), layout, self.device)
+
+    def _alone(self, sequences: Sequences) -> Seen:
+        parts = [
+            self._forward(self._batch(sequences, "padded", [i]), judged=0 if i == sequences.judged and self.gradients else None)
+            for i in range(len(sequences.datums))
+        ]
+        return Seen([part.hidden[0] for part in parts], parts[sequences.judged].own)
+
+    def _forward(self, batch: PackedBatch, judged: int | None = None) -> Seen:
+        """Runs a batch as the learner does. `judged`: the sequence whose last two tokens' gradient is taken."""
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
+        try:
+            with torch.set_grad_enabled(judged is not None), self._tapped(batch.input_ids.shape, judged is not None) as (leaves, states):
+                logits = self.wrapped(**inputs, use_cache=False).logits
+                hidden = states[-1] if states else logits
+                if hidden.shape[:2] != batch.input_ids.shape:
+                    raise Untried(f"logits of shape {tuple(hidden.shape)} for tokens of shape {tuple(batch.input_ids.shape)}")
+                index = torch.arange(batch.input_ids.numel(), device=self.device) if batch.token_index is None else batch.token_index
+                parts = index.split(batch.cu_seqlens.diff().tolist())
+                flat = hidden.flatten(0, 1)
+                seen = [flat[part].detach().float() for part in parts]
+                if judged is None:
+                    return Seen(seen)
+                last = flat[parts[judged][-2:]].float()
+                weights = torch.from_numpy(np.random.default_rng(1).standard_normal(last.shape)).to(last)
+                return Seen(seen, *self._pulled((last * weights).sum(), leaves, parts[judged], batch.input_ids.shape))
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Untried(f"it cannot be run so ({type(error).__name__}: {first[:200]})") from error
+
+    def _pulled(self, value: Tensor, leaves: list[Tensor], own: Tensor, shape: torch.Size) -> tuple[Tensor, float]:
+        """The gradient of `value` at the judged sequence's embeddings [T, D], and the norm of it everywhere else."""
+        if not leaves:
+            raise Untried("its input embeddings are not those that its forward uses")
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        total = torch.stack([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]).sum(0).float()
+        if total.shape[:2] != shape:
+            raise Untried(f"embeddings of shape {tuple(total.shape)} for tokens of shape {tuple(shape)}")
+        flat = total.flatten(0, 1)
+        inside = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+        inside[own] = True
+        return flat[own], float(flat[~inside].norm())
+
+    @contextlib.contextmanager
+    def _tapped(self, shape: torch.Size, leaves_wanted: bool) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The embeddings as leaves of the graph, and what the output head is given, as a forward makes them.
+
+        A linear head itself runs on no token: it may be most of the work, and what it does to one has nothing to do with others.
+        """
+        leaves: list[Tensor] = []
+        states: list[Tensor] = []
+
+        def cut(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            leaf = out.detach().requires_grad_()
+            leaves.append(leaf)
+            return leaf.clone()  # which a model may write into
+
+        def note(module: nn.Module, args: Any) -> Any:
+            if args[0].shape[:-1] != shape:
+                return None
+            states.append(args[0])
+            return (args[0][:, : 0 if isinstance(module, nn.Linear) else 1],)
+
+        head = self.inner.get_output_embeddings()
+        hooks = [self.inner.get_input_embeddings().register_forward_hook(cut)] if leaves_wanted else []
+        hooks += [] if head is None else [head.register_forward_pre_hook(note)]
+        try:
+            yield leaves, states
+        finally:
+            for hook in hooks:
+                hook.remove()

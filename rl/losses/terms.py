@@ -1,0 +1,138 @@
+"""Terms that a policy-gradient loss can carry: entropy bonus, KL to a reference, value loss.
+
+Each is switched on by its coefficient in `loss_fn_config` and is, like the losses, a SUM over action tokens. Which tokens are
+actions is said by the datum's `mask` (or `sequence_ratio_mask`): an advantage of 0 does not tell an observation from an action.
+A mask of other values than 0 and 1 weighs entropy and KL at its tokens (a sequence's mean: 1 over its action tokens).
+
+    entropy_coef  c       - c sum H              H: the policy's entropy at each action, at the temperature of the samples
+    kl_coef       c       + c sum KL estimate    needs `ref_logprobs`, reads `drawn_logprobs`, else `logprobs`; the estimator is `kl_kind`
+    value_coef    c       + c sum value loss     needs `returns` and a value head; `value_clip` also `values_old`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl.errors import BadRequestError
+
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, Any]
+Metrics = dict[str, Tensor]
+
+KL_KINDS = ("k1", "k2", "k3", "k3_pathwise")
+TERM_CONFIG = ("entropy_coef", "kl_coef", "kl_kind", "value_coef", "value_clip")
+MASKS = ("mask", "sequence_ratio_mask")
+TERM_FIELDS = (*MASKS, "ref_logprobs", "returns", "values_old", "drawn_logprobs", "versions")
+
+
+def where(mask: Tensor, value: Tensor) -> Tensor:
+    """`value` where the mask holds, 0 elsewhere: selected, never multiplied, so that a NaN elsewhere changes nothing."""
+    return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
+
+
+def actions(inputs: Inputs) -> Tensor:
+    """bool [T]: which tokens are actions."""
+    return (inputs["mask"] if "mask" in inputs else inputs["sequence_ratio_mask"]) != 0
+
+
+def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None = None) -> Tensor:
+    """An estimate of KL(policy || reference) at each token that was drawn, [T]. Schulman 2020, joschu.net/blog/kl-approx.html.
+
+    With g = lp - ref: k1 = g, k2 = g^2 / 2, k3 = e^-g - 1 + g. On policy the gradient of the KL is E[g grad lp], which is that
+    of k2 as it stands; k1 as it stands has expected gradient 0, and k3 has that of KL(reference || policy)
+    (arXiv 2512.21852). So all three are given the gradient g grad lp, and differ in the value they report.
+    `drawn_T`: the logprobs q of what drew the tokens, where that is not the policy as it is (a later epoch, older samples): the
+    three are weighted by r = e^(lp - q), held constant, and r g grad lp is again the KL's gradient in expectation (that of
+    DeepSeek-V3.2's unbiased estimate r k3, arXiv 2512.02556, section 3.1, differentiated with its r). On policy r is 1.
+    `k3_pathwise` is k3 differentiated as it stands and not weighted, as GRPO does (arXiv 2402.03300, equation 4): for comparisons.
+    """
+    gap_T = logp_T - ref_T
+    k2_T = 0.5 * gap_T * gap_T
+    match kind:
+        case "k2":
+            value_T = k2_T
+        case "k1":
+            value_T = gap_T
+        case "k3" | "k3_pathwise":
+            value_T = torch.expm1(-gap_T) + gap_T
+        case _:
+            raise ValueError(f"unknown kl_kind {kind!r}: one of {', '.join(KL_KINDS)}")
+    if kind == "k3_pathwise":
+        return value_T
+    estimate_T = value_T.detach() + (k2_T - k2_T.detach())
+    return estimate_T if drawn_T is None else (logp_T - drawn_T).detach().exp() * estimate_T
+
+
+def value_loss(values_T: Tensor, returns_T: Tensor, old_T: Tensor | None, clip: float | None) -> Tensor:
+    """(V - R)^2 / 2 at each token; with `clip` the larger of that and the same of V held within `clip` of the old value.
+
+    PPO, arXiv 1707.06347, equation 9 (L^VF); the clipped form is that of OpenAI's baselines, arXiv 2005.12729, section 2.
+    """
+    plain_T = 0.5 * (values_T - returns_T) ** 2
+    if clip is None:
+        return plain_T
+    assert old_T is not None
+    held_T = old_T + (values_T - old_T).clamp(-clip, clip)
+    return torch.maximum(plain_T, 0.5 * (held_T - returns_T) ** 2)
+
+
+def needed_fields(config: Config) -> dict[str, str]:
+    """Datum fields that the terms switched on in `config` need, each with the setting that asks for it (the mask apart)."""
+    needed: dict[str, str] = {}
+    if config.get("kl_coef", 0.0):
+        needed["ref_logprobs"] = "kl_coef"
+    if config.get("value_coef", 0.0):
+        needed["returns"] = "value_coef"
+        if config.get("value_clip") is not None:
+            needed["values_old"] = "value_clip"
+    return needed
+
+
+def check_config(config: Config) -> None:
+    """Raises ValueError for a setting of the terms that means nothing."""
+    if config.get("kl_kind", "k3") not in KL_KINDS:
+        raise BadRequestError(f"loss_fn_config has kl_kind {config['kl_kind']!r}: one of {', '.join(KL_KINDS)}")
+    if config.get("value_clip") is not None and not config["value_clip"] > 0:
+        raise BadRequestError(f"value_clip is positive (how far a value may move from values_old), or left out; got {config['value_clip']}")
+
+
+def switched_on(config: Config) -> list[str]:
+    """The coefficients that are not 0."""
+    return [name for name in ("entropy_coef", "kl_coef", "value_coef") if config.get(name, 0.0)]
+
+
+def add_value_loss(inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
+    """The summed value loss over actions, and what to watch of it."""
+    active_T, clip = actions(inputs), config.get("value_clip")
+    values_T, returns_T = where(active_T, inputs["values"]), where(active_T, inputs["returns"])
+    old_T = where(active_T, inputs["values_old"]) if clip is not None else None
+    total = value_loss(values_T, returns_T, old_T, clip).sum()
+    metrics = {"value_loss:sum": total.detach(), "action_tokens:sum": active_T.sum()}
+    if old_T is not None and clip is not None:
+        metrics["value_clipped:sum"] = ((values_T.detach() - old_T).abs() > clip).sum()
+    return total, metrics
+
+
+def terms(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
+    """The sum of the terms that are switched on (at least one is), and their metrics."""
+    active_T, weight_T = actions(inputs), inputs["mask" if "mask" in inputs else "sequence_ratio_mask"]
+    total, metrics = logp_T.new_zeros(()), {"action_tokens:sum": active_T.sum()}
+    if coefficient := config.get("entropy_coef", 0.0):
+        active_entropy_T = where(active_T, entropy_T)
+        total = total - coefficient * (weight_T * active_entropy_T).sum()
+        metrics["entropy:sum"] = active_entropy_T.detach().sum()
+    if coefficient := config.get("kl_coef", 0.0):
+        ref_T = where(active_T, inputs["ref_logprobs"])
+        drawn = next((name for name in ("drawn_logprobs", "logprobs") if name in inputs), None)
+        drawn_T = None if drawn is None else where(active_T, inputs[drawn])
+        kl_T = kl_estimate(where(active_T, logp_T), ref_T, config.get("kl_kind", "k3"), drawn_T)
+        total = total + coefficient * (weight_T * kl_T).sum()
+        metrics["kl_ref:sum"] = kl_T.detach().sum()
+    if coefficient := config.get("value_coef", 0.0):
+        loss, watched = add_value_loss(inputs, config)
+        total, metrics = total + coefficient * loss, metrics | watched
+    return total, metrics

@@ -1,0 +1,31 @@
+"""Bytes that a run would hold, worked out before it begins."""
+
+from rl.memory.plan import (
+    GIB,
+    ROOM,
+    Held,
+    Launch,
+    MicroBatch,
+    ModelShape,
+    Plan,
+    Work,
+    plan,
+)
+from rl.memory.step import micro_batch, sampled_at_once
+from rl.memory.trace import Arithmetic, Skeleton
+
+__all__ = [
+    "Arithmetic",
+    "GIB",
+    "Held",
+    "Launch",
+    "MicroBatch",
+    "ModelShape",
+    "Plan",
+    "ROOM",
+    "Skeleton",
+    "Work",
+    "micro_batch",
+    "plan",
+    "sampled_at_once",
+]

@@ -1,0 +1,330 @@
+"""Bytes that one GPU (or process) holds, from a model's numbers, the launch and the work of a step: pure functions.
+
+Three moments are told apart, since what they hold does not lie there at once:
+    sample  KV cache and the sampler's working memory
+    train   a micro-batch: gradients, activations, logits
+    update  gradients summed over ranks, the optimizer's step
+The largest sum is the peak. Every constant below is a dtype's size or a default of DeepSpeed 0.19 or torch; none is fitted.
+N: numbers in the model, of which Nt are trained; W: ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+GIB = float(1 << 30)
+FP32, BF16 = 4, 2
+ADAM = 8  # two fp32 moments
+ADAM_8BIT = 2 + 2 * FP32 / 256  # two moments, each with an fp32 scale for 256 numbers
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # 4 bit, an 8-bit scale for 64 numbers, and one of fp32 for 256 scales (arXiv 2305.14314)
+BUCKET = 500_000_000  # numbers that DeepSpeed sends at once (reduce_bucket_size)
+REUSE = 500_000_000  # ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance): there and back
+PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
+SMALL = 100_000  # ZeRO-3 leaves parameters of fewer numbers whole on every rank (stage3_param_persistence_threshold)
+SUB_GROUP = 1_000_000_000  # ZeRO-3 steps on so many numbers at once
+PREFILL_TOKENS = 8192  # see rl.sampler
+CUDA_BYTES = 1 << 30  # context, cuBLAS, NCCL: an assumption
+ROOM = 0.92  # of a GPU's memory: beyond it the allocator's fragments may not leave enough
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model in numbers. `small`: numbers in parameters that ZeRO-3 does not shard; `largest`: of one parameter.
+
+    `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it; `layer`: numbers in a layer, which
+    FSDP2 puts together as one; `matrices`, `linears`: numbers in frozen matrices, which a base in bf16 has in bf16, and in those that a
+    base in 4 bit has in 4 bit; `windowed`: some layers do not look at everything, or positions cannot be given, so that rows are padded;
+    `caching`: layers that keep keys and values (None: all), the others of a hybrid keep a state of one size.
+    """
+
+    name: str
+    parameters: int
+    trainable: int
+    adapters: int
+    small: int
+    largest: int
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_width: int
+    mlp: int
+    vocab: int
+    max_context: int | None
+    fast: bool
+    windowed: bool
+    layer: int = 0
+    matrices: int = 0
+    linears: int = 0
+    caching: int | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch of a rank: `rows` of `length` positions, of which `tokens` are real; `masked`: see packing."""
+
+    rows: int
+    length: int
+    tokens: int
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes at the moment of a micro-batch's peak, besides weights and accumulated gradients.
+
+    activations  kept for the backward, and what the layer at work needs
+    logits       tensors as wide as the vocabulary
+    casts        the weights in the dtype of the arithmetic (autocast)
+    weight_sized gradients on their way, and other tensors of a weight's shape
+    """
+
+    activations: float = 0.0
+    logits: float = 0.0
+    casts: float = 0.0
+    weight_sized: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.logits + self.casts + self.weight_sized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where a run runs. `zero`: DeepSpeed's stage, None without it; `offload`: the optimizer lives in CPU memory; `fsdp`: FSDP2.
+
+    `base`: what frozen matrices are held in; `optimizer`: how AdamW keeps its moments (both as the settings call it);
+    `in_parts`: a sharded model is read so (rl.ranks.launch).
+    """
+
+    cuda: bool
+    bf16: bool
+    world: int = 1
+    per_node: int = 1
+    zero: int | None = None
+    offload: bool = False
+    fsdp: bool = False
+    base: str = "fp32"
+    optimizer: str = "adamw"
+    in_parts: bool = False
+
+    @property
+    def compute_bytes(self) -> int:
+        return BF16 if self.bf16 else FP32
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight as the learner keeps it: fp32 but under DeepSpeed in bf16, where the optimizer has the fp32 copy."""
+        return BF16 if self.zero is not None and self.bf16 else FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a rank does in a step. `rows` answers of `answer` tokens to `prompts` prompts of `prompt` tokens are sampled at once."""
+
+    batch: MicroBatch
+    samples: bool
+    prompts: int = 0
+    prompt: int = 0
+    rows: int = 0
+    answer: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes at each of the three moments."""
+
+    name: str
+    sample: float = 0.0
+    train: float = 0.0
+    update: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is held, item by item; `host`: bytes of CPU memory that one machine needs, by what for."""
+
+    items: tuple[Item, ...]
+    host: tuple[tuple[str, float], ...]
+
+    @property
+    def sums(self) -> dict[str, float]:
+        return {moment.name: sum(getattr(item, moment.name) for item in self.items) for moment in fields(Item)[1:]}
+
+    @property
+    def peak(self) -> float:
+        return max(self.sums.values())
+
+
+def always(name: str, size: float) -> Item:
+    return Item(name, size, size, size)
+
+
+def plan(
+    shape: ModelShape,
+    held: Held,
+    launch: Launch,
+    work: Work,
+    others: Sequence[ModelShape] = (),
+    critics: Sequence[ModelShape] = (),
+) -> Plan:
+    """Everything. `held`: of a micro-batch (`rl.memory.trace`). `others`: models that only score (a reference, teachers).
+
+    `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken to need no more than its own.
+    """
+    sampler = sampler_copy(shape, launch) if work.samples else 0.0
+    items = [
+        always("weights", weights(shape, launch)),
+        always("optimizer (AdamW)", optimizer(shape, launch)),
+        gradients(shape, launch),
+        always("sampler's copy of the weights", sampler),
+        *(learner(critic, launch) for critic in critics),
+        always("models that only score", sum(sampler_copy(other, launch) for other in others)),
+        Item("activations", train=held.activations),
+        Item("logits and output head", train=held.logits, sample=sampler_working(shape, launch, work)),
+        Item("KV cache", sample=kv_cache(shape, launch, work)),
+        temporary(shape, held, launch),
+        always("CUDA context and libraries (assumed)", CUDA_BYTES if launch.cuda else 0.0),
+    ]
+    return Plan(tuple(items), tuple(host(shape, launch)))
+
+
+# ------------------------------------------------------------------------------------------------------------- what stays
+
+
+def weights(shape: ModelShape, launch: Launch) -> float:
+    """4 N; under DeepSpeed in bf16 2 N; at stage 3 sharded, but for parameters that are small; FSDP2 shards all.
+
+    Less what a frozen base in bf16 or in 4 bit saves, where not everything is in bf16 anyway.
+    """
+    whole = float(FP32 * shape.parameters)
+    if launch.zero is None and launch.base != "fp32":
+        whole -= (FP32 - BF16) * shape.matrices + (BF16 - NF4) * (shape.linears if launch.base == "4bit" else 0)
+    if launch.fsdp:
+        return whole / launch.world
+    if launch.zero is None:
+        return whole
+    if launch.zero == 3:
+        return launch.weight_bytes * ((shape.parameters - shape.small) / launch.world + shape.small)
+    return launch.weight_bytes * shape.parameters
+
+
+def optimizer(shape: ModelShape, launch: Launch) -> float:
+    """8 Nt; sharded from stage 1 on, with an fp32 copy of the weights (in fp32 training too). In 8 bit 2 Nt; pages leave a full GPU."""
+    if launch.offload or launch.optimizer.startswith("paged"):
+        return 0.0
+    if launch.optimizer == "adamw_8bit":
+        return ADAM_8BIT * shape.trainable
+    if launch.fsdp:
+        return ADAM * shape.trainable / launch.world
+    if launch.zero in (None, 0):
+        return ADAM * shape.trainable
+    return (ADAM + FP32) * shape.trainable / launch.world
+
+
+def gradients(shape: ModelShape, launch: Launch) -> Item:
+    """4 Nt while a step is under way; sharded at stage 2; at stage 3 in a buffer that is always there."""
+    if launch.zero == 3:
+        return always("gradients", 0.0 if launch.offload else FP32 * shape.trainable / launch.world)
+    share = launch.world if launch.zero == 2 or launch.fsdp else 1
+    size = FP32 * shape.trainable / share
+    return Item("gradients", train=size, update=size)
+
+
+def learner(shape: ModelShape, launch: Launch) -> Item:
+    """A second model that learns, beside what a micro-batch needs."""
+    stays, grads = weights(shape, launch) + optimizer(shape, launch), gradients(shape, launch)
+    return Item("critic: weights, optimizer, gradients", stays + grads.sample, stays + grads.train, stays + grads.update)
+
+
+def sampler_copy(shape: ModelShape, launch: Launch) -> float:
+    """Whole on every GPU, in bf16 where that is what is computed in; adapters unmerged, in fp32."""
+    return (BF16 if launch.bf16 else FP32) * (shape.parameters - shape.adapters) + FP32 * shape.adapters
+
+
+# ------------------------------------------------------------------------------------------------------ what comes and goes
+
+
+def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
+    """Keys and values of every layer: prompts once for their group (the generic decoder: once for every row)."""
+    layers = shape.layers if shape.caching is None else shape.caching
+    per_token = 2 * layers * shape.key_heads * shape.head_width * (BF16 if launch.bf16 else FP32)
+    tokens = work.prompts * work.prompt + work.rows * (work.answer - 1)
+    return per_token * (tokens if shape.fast else tokens + work.rows * work.prompt)
+
+
+def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:
+    """The larger of: reading prompts, a batch of them through one layer; drawing a token for every row.
+
+    Drawing holds fp32 [rows, V] four times (logits, over temperature, exp, padded to blocks) and [prompts, V] of last logits;
+    attention over shared prompts holds its scores in parts, whole, and as probabilities.
+    """
+    size = BF16 if launch.bf16 else FP32
+    tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
+    width = shape.heads * shape.head_width
+    reading = size * tokens * (2 * shape.hidden + 3 * shape.mlp + 6 * width)
+    drawing = FP32 * shape.vocab * (4 * work.rows + work.prompts)
+    attending = work.rows * shape.heads * (work.prompt + work.answer) * (3 * FP32 + size)
+    return max(reading, drawing, attending) if work.samples else 0.0
+
+
+def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
+    """Casts of the weights, weight-sized tensors of the backward, and what the launch needs to talk."""
+    busy = held.casts + held.weight_sized
+    in_bucket = min(shape.trainable, BUCKET)
+    reserved = BUCKET if launch.cuda else in_bucket  # on a CPU memory is there once it is written to
+    early = BUCKET if launch.cuda else 0  # stages 1 and 2 make the bucket anew for each backward and fill it as activations go
+    name = "temporary buffers"
+    if launch.fsdp:
+        return Item(name, train=busy + fsdp_units(shape, launch))
+    if launch.zero in (None, 0):
+        if launch.world == 1:
+            return Item(name, train=busy)
+        buckets = FP32 * shape.trainable if launch.cuda else 0.0  # DDP's, which stay unused; and all gradients end to end
+        return Item(name, buckets, buckets + busy, buckets + FP32 * shape.trainable)
+    mine = FP32 * shape.trainable / launch.world
+    if launch.zero == 1:
+        return Item(name, train=busy + FP32 * early, update=FP32 * reserved + mine)
+    if launch.zero == 2:
+        sent = FP32 * in_bucket if launch.bf16 else 0.0  # the bucket in fp32, as it is sent
+        during = sent if shape.trainable > BUCKET else 0.0  # else all are sent after the last layer's backward
+        size = launch.weight_bytes
+        return Item(name, train=busy + size * early + during, update=size * reserved + sent + mine)
+    bucket = FP32 * reserved
+    gathered = live_weights(shape, launch)
+    sending = FP32 * in_bucket  # a bucket's gradients once more, cut up by rank
+    during = sending if shape.trainable > BUCKET else 0.0
+    step = 0.0 if launch.offload else FP32 * min(shape.trainable / launch.world, SUB_GROUP)
+    return Item(name, bucket, bucket + busy + gathered + during, bucket + max(gathered + sending, step))
+
+
+def live_weights(shape: ModelShape, launch: Launch) -> float:
+    """What ZeRO-3 has gathered at its fullest: all that is used again soon, what comes next, and the layer at work."""
+    large = shape.parameters - shape.small
+    return launch.weight_bytes * min(large, REUSE + PREFETCH + shape.largest)
+
+
+def fsdp_units(shape: ModelShape, launch: Launch) -> float:
+    """What FSDP2 has put together at its fullest: embeddings and head, the layer at work and the next; and a unit's gradients to sum."""
+    outside = shape.parameters - shape.layers * shape.layer
+    summed = max(outside, shape.layer) * shape.trainable / shape.parameters
+    return launch.compute_bytes * (outside + 2 * shape.layer) + FP32 * summed
+
+
+def host(shape: ModelShape, launch: Launch) -> list[tuple[str, float]]:
+    """CPU memory of one machine where the learner is on GPUs."""
+    if not launch.cuda:
+        return []
+    if launch.in_parts and (launch.zero == 3 or launch.fsdp):
+        needs = [("loading: every process reads its share, one tensor at a time", float(FP32 * shape.largest * launch.per_node))]
+    else:
+        needs = [("loading: every process reads the whole model in fp32", float(FP32 * shape.parameters * launch.per_node))]
+    if launch.optimizer.startswith("paged"):
+        needs.append(("pages of the optimizer that the GPU has no room for, at most", float(ADAM_8BIT * shape.trainable * launch.per_node)))
+    if launch.zero is not None or launch.fsdp:
+        saving = FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable) + ADAM * shape.trainable
+        needs.append(("saving: rank 0 puts weights and optimizer together", float(saving)))
+    if launch.offload:
+        needs.append(("optimizer and gradients kept there", (ADAM + 2 * FP32) * shape.trainable * launch.per_node / launch.world))
+    return needs

@@ -1,0 +1,40 @@
+"""The shapes of a step's work: the largest micro-batch, what is sampled at once."""
+
+from __future__ import annotations
+
+from rl.memory.plan import MicroBatch
+
+
+def micro_batch(
+    *, groups: int, group: int, prompt: int, answer: int, budget: int, layout: str, world: int, hidden: int
+) -> MicroBatch:
+    """A rank's largest micro-batch where all prompts and answers are of one length; `groups`, `group`: of an optimizer step.
+
+    Follows rl.learner and rl.learner.packing: the budget, a rank's share of the positions, the layout that "auto" takes.
+    """
+    length = prompt + answer
+    together = max(1, min(group, (budget - prompt) // answer))  # answers that share a prompt in one row
+    row = prompt + together * answer
+    rows = groups * -(-group // together)
+    if layout == "auto":
+        shared = rows * row * (1 + row / (6 * hidden))
+        layout = "shared" if together > 1 and shared < 0.9 * groups * group * length * (1 + length / (12 * hidden)) else "padded"
+    if layout == "shared":
+        share = min(budget, -(-rows * row // world))
+        fit = max(1, min(rows, share // row))
+        return MicroBatch(fit, row, fit * together * length, masked=True)
+    share = min(budget, -(-groups * group * length // world))
+    fit = max(1, min(groups * group, share // length))
+    if layout == "packed":
+        return MicroBatch(1, fit * length, fit * length, masked=True)
+    return MicroBatch(fit, length, fit * length)
+
+
+def sampled_at_once(
+    *, groups: int, group: int, prompt: int, answer: int, kv_cache_tokens: int, max_rows: int, world: int
+) -> tuple[int, int]:
+    """(prompts, rows) that a rank decodes at once within its budgets."""
+    mine = -(-groups // world)
+    room = max(1, kv_cache_tokens // max(1, prompt + group * (answer - 1)))
+    prompts = min(mine, room, -(-max_rows // group))
+    return prompts, min(prompts * group, max_rows)

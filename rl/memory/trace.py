@@ -1,0 +1,217 @@
+"""What a micro-batch holds, found by running it on tensors without memory: no weights are read, nothing is computed.
+
+The model's own modules, the product's own output head and torch's own autograd run under torch's FakeTensorMode, so sizes
+are those of the real run for any architecture, with LoRA, gradient checkpointing, autocast and every kind of head; a
+dispatch mode follows the storages that come and go. It cannot see inside a custom op (see `HEAD_BLOCKS`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from kernels import head_bytes
+from rl.layers import describe
+from rl.learner import HeadRequest, LogprobHead
+from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
+from rl.models import LoadedModel, add_lora, attention_mask_for, inner_model, load_skeleton
+from rl.sampler import Unsupported, check_supported, frozen_matrices, lower_frozen_
+from rl.types import LoraConfig
+
+HEAD_BLOCKS = 32 << 20  # bytes: the blocks of scores that kernels.linear_logprob goes through the vocabulary with, off CUDA
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a backend runs a micro-batch.
+
+    dtype: of the weights; autocast: bf16 on fp32 weights; keeps_gradients: they add up in `.grad` (else they leave at once).
+    cuda: the output head runs in kernels, whose slabs of scores are larger. low_base: the frozen matrices are bf16.
+    """
+
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    keeps_gradients: bool = True
+    fused: bool = True
+    checkpointing: bool = False
+    cuda: bool = False
+    low_base: bool = False
+
+
+class Skeleton:
+    """A model without weights, as the learner would train it. Raises UserError where it cannot be had."""
+
+    def __init__(self, base_model: str, tokenizer: str | None, lora: LoraConfig | None):
+        with torch.device("meta"):
+            loaded = load_skeleton(base_model, tokenizer=tokenizer)
+            self._loaded = loaded if lora is None else add_lora(loaded, lora)
+        self.shape = _shape(self._loaded)
+
+    def held(self, batch: MicroBatch, how: Arithmetic) -> Held:
+        """What one micro-batch of forward and backward holds at its peak."""
+        with FakeTensorMode(allow_non_fake_inputs=True):  # checkpointing puts the generator's state, a real tensor, aside
+            model = _on_cpu(self._loaded.model, how.dtype)
+            if how.low_base:
+                lower_frozen_(model, torch.bfloat16, hollow=True)
+            if how.checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                model.train()
+            head = LogprobHead.untried(model, fused=how.fused)
+            storages = _Storages(model)
+            with _gradients(model, storages, how.keeps_gradients):
+                ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
+                inputs: dict[str, Any] = {"input_ids": ids}
+                if batch.masked:
+                    inputs["position_ids"] = torch.zeros_like(ids)
+                    sees = torch.ones(batch.rows, 1, batch.length, batch.length, dtype=torch.bool)
+                    inputs["attention_mask"] = attention_mask_for(model, sees)
+                at = torch.zeros(batch.tokens, dtype=torch.int64)
+                with storages, torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
+                    logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
+                    logp.sum().backward()
+            inside_op = self._inside_op(model, batch, how) if head.fused else 0
+        return dataclasses.replace(storages.peak, logits=storages.peak.logits + inside_op)
+
+    def _inside_op(self, model: Any, batch: MicroBatch, how: Arithmetic) -> int:
+        """What linear_logprob holds where nobody sees it: hidden states in fp32 and blocks of scores, or a slab of their gradient."""
+        if not how.cuda:
+            return batch.tokens * self.shape.hidden * 4 + HEAD_BLOCKS
+        size = 2 if how.autocast else how.dtype.itemsize
+        frozen = not any(p.requires_grad for p in inner_model(model).get_output_embeddings().parameters())
+        return head_bytes(batch.tokens, self.shape.hidden, self.shape.vocab, size, frozen=frozen)
+
+
+def _on_cpu(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of a model on the meta device whose tensors are (fake) CPU tensors, floating ones of `dtype`."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(model, memo)
+
+
+def _shape(loaded: LoadedModel) -> ModelShape:
+    model = loaded.model
+    parameters = dict(model.named_parameters())
+    config = inner_model(model).config.get_text_config().to_dict()
+    hidden = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config["n_head"]
+    try:
+        check_supported(inner_model(model))
+        fast = True
+    except Unsupported:
+        fast = False
+    kinds = set(inner_model(model)._no_split_modules or ())
+    described = describe(model)
+    frozen, head = dict(frozen_matrices(model)), {id(p) for p in model.get_output_embeddings().parameters()}
+    linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
+    return ModelShape(
+        name=loaded.name,
+        parameters=sum(p.numel() for p in parameters.values()),
+        trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        adapters=sum(p.numel() for n, p in parameters.items() if "lora_" in n),
+        small=sum(p.numel() for p in parameters.values() if p.numel() < SMALL),
+        largest=max(p.numel() for p in parameters.values()),
+        layers=config.get("num_hidden_layers") or config["n_layer"],
+        hidden=hidden,
+        heads=heads,
+        key_heads=config.get("num_key_value_heads") or heads,
+        head_width=config.get("head_dim") or hidden // heads,
+        mlp=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        vocab=loaded.vocab_size,
+        max_context=config.get("max_position_embeddings") or config.get("n_positions"),
+        fast=fast,
+        layer=max((sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds), default=0),
+        matrices=sum(p.numel() for p in frozen.values()),
+        linears=sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
+        caching=described.keeping_keys if described.kinds else None,
+        windowed=described.others is not None or not described.takes_positions,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- following storages
+
+
+@contextlib.contextmanager
+def _gradients(model: nn.Module, storages: _Storages, keep: bool) -> Iterator[None]:
+    """Gradients are there already, as from the second micro-batch of a step on, or leave as they come."""
+    hooks = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if keep:
+            parameter.grad = torch.zeros_like(parameter)
+            storages.known(parameter.grad)
+        else:
+            hooks.append(parameter.register_post_accumulate_grad_hook(_leave))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _leave(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _Storages(TorchDispatchMode):
+    """Bytes of the storages that live, by kind; `peak` is the moment at which their sum was largest."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        matrices = [tuple(p.shape) for p in model.parameters() if p.ndim == 2]
+        self._matrices = {*matrices, *(shape[::-1] for shape in matrices)}
+        self._live: dict[int, Any] = {}
+        self._weights: set[int] = set()
+        self._now = dict.fromkeys((f.name for f in dataclasses.fields(Held)), 0.0)
+        self._most = 0.0
+        self.peak = Held()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.known(tensor)
+
+    def known(self, tensor: Tensor) -> None:
+        """Not counted: a weight, an accumulated gradient."""
+        storage = tensor.untyped_storage()
+        self._live[storage._cdata] = storage
+        self._weights.add(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, is_cast)
+        return out
+
+    def _add(self, tensor: Tensor, is_cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            return
+        kind = "casts" if is_cast else self._kind(tensor)
+        self._now[kind] += size
+        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, kind, size))
+        total = sum(self._now.values())
+        if total > self._most:
+            self._most, self.peak = total, Held(**self._now)
+
+    def _drop(self, key: int, kind: str, size: int) -> None:
+        if self._live.pop(key, None) is not None:
+            self._now[kind] -= size
+
+    def _kind(self, tensor: Tensor) -> str:
+        if tuple(tensor.shape) in self._matrices:
+            return "weight_sized"
+        return "logits" if tensor.ndim and tensor.shape[-1] == self._vocabulary else "activations"

@@ -1,0 +1,135 @@
+"""Best of n: several answers to each problem, and supervised fine-tuning on the best (rejection sampling fine-tuning).
+
+RAFT (Dong et al., arXiv 2304.06767, algorithm 1); Llama 2's rejection sampling (arXiv 2307.09288, section 3.2); with
+`min_reward` RFT (Yuan et al., arXiv 2308.01825) and STaR's filter (arXiv 2203.14465). The loss is the mean over the kept answers'
+tokens of -log p, at the temperature that they were drawn at, so that it is the sampler's own distribution that is fitted to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from rl.credit import RewardShaper
+from rl.episodes import TrajectoryGroup, mean, trajectory_to_datums
+from rl.methods.base import Hosts, Models, Progress
+from rl.methods.steps import one_pass
+from rl.settings import (
+    DataSettings,
+    EnvironmentSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    Range,
+    SamplingSettings,
+    ShapingSettings,
+    check_ranges,
+)
+from rl.types import Datum
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionSettings:
+    """Which answers are learnt."""
+
+    group_size: Annotated[int, Range(1, 10**6)] = 8
+    """Answers sampled for each problem: the n."""
+    keep: Annotated[int, Range(1, 10**6)] = 1
+    """So many of them are learnt, the best first; of equals those drawn first."""
+    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
+    """Learn no answer that earns less, such as 1 where a right answer earns 1. By default a group whose answers all earn the same is left out."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.keep >= self.group_size and self.min_reward is None:
+            raise ValueError(
+                f"keep {self.keep} of group_size {self.group_size} answers is all of them, whatever they earn: raise group_size, lower "
+                "keep, or give min_reward"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOfNSettings:
+    """Best-of-n: sample several answers to each problem, fine-tune on the best, sample again."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    selection: SelectionSettings = field(default_factory=SelectionSettings)
+    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        if self.learned.comparison_model is not None and self.selection.group_size == 1:
+            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (1e-4 if self.model.lora_rank else 1e-5)
+
+
+def clients(settings: BestOfNSettings, hosts: Hosts) -> dict[str, Any]:
+    """The model that rewards, where one does."""
+    return hosts.rewards(settings.learned)
+
+
+def chosen(rewards_G: Sequence[float], how: SelectionSettings) -> list[int]:
+    """The members of a group that are learnt, the best first."""
+    if how.min_reward is None and len(set(rewards_G)) == 1:
+        return []
+    best = sorted(range(len(rewards_G)), key=lambda i: -rewards_G[i])[: how.keep]
+    return [i for i in best if how.min_reward is None or rewards_G[i] >= how.min_reward]
+
+
+class BestOfN:
+    """The hooks of `best_of_n`."""
+
+    online = True
+
+    def __init__(self, settings: BestOfNSettings):
+        self.settings = settings
+        self.group_size = settings.selection.group_size
+        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+        self._drawn: list[Datum] = []  # the batch's kept answers with the sampler's logprobs
+        self._metrics: dict[str, float] = {}
+
+    def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """The kept answers. Where there are none: one of the first group with weights of 0, which nothing is learnt from."""
+        rewards_P_G = self.shaper.totals(groups)
+        kept = [(p, i) for p, rewards_G in enumerate(rewards_P_G) for i in chosen(rewards_G, self.settings.selection)]
+        self._metrics = {"optim/answers_kept": len(kept), "optim/groups_kept": len({p for p, _ in kept}) / max(1, len(groups))}
+        if kept:
+            self._metrics["reward/kept"] = mean([rewards_P_G[p][i] for p, i in kept])
+        drawn: list[Datum] = []
+        for p, i in kept or [(0, 0)]:
+            trajectory = groups[p].trajectories_G[i]
+            trajectory.advantage = 1.0 if kept else 0.0
+            drawn += trajectory_to_datums(trajectory)
+        self._drawn = drawn if kept else []
+        weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in drawn]
+        targets = [datum.loss_fn_inputs["target_tokens"] for datum in drawn]
+        return [d.with_inputs({"target_tokens": t, "weights": w}) for d, t, w in zip(drawn, targets, weights, strict=True)]
+
+    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+        settings = self.settings
+        config = {"temperature": settings.sampling.temperature}
+        metrics = one_pass(
+            models, datums, loss="cross_entropy", config=config, normalise="tokens", optim=settings.optim, loop=settings.loop,
+            progress=progress, peak=settings.learning_rate, drawn=self._drawn,
+        )  # fmt: skip
+        self._drawn = []
+        return {**metrics, **self.shaper.metrics, **self._metrics}
+
+    def state(self) -> dict[str, Any]:
+        return {"reward_statistics": self.shaper.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.shaper.load_state(state["reward_statistics"])

@@ -1,0 +1,177 @@
+"""What `grpo` may be told: how rewards become gradients, and the published variants as sets of settings. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from rl.errors import UserError
+from rl.settings import (
+    CorrectionSettings,
+    DataSettings,
+    EnvironmentSettings,
+    FlowSettings,
+    KlSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    Range,
+    SamplingSettings,
+    SettingsError,
+    ShapingSettings,
+    Share,
+    Weight,
+    check_ranges,
+    only_with,
+    unflatten,
+)
+
+# Flat settings of each variant; what is given on the line or in a recipe wins over them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "mean_std", "normalise": "sequence_means"},
+    "dr_grpo": {"advantage": "mean", "normalise": "constant"},
+    "dapo": {"advantage": "mean_std", "clip_high": 1.28, "normalise": "tokens", "overlong_share": 0.2, "dynamic_sampling": 10},
+    "gspo": {"advantage": "mean_std", "loss": "gspo", "clip_low": 1 - 3e-4, "clip_high": 1 + 4e-4, "normalise": "sequence_means"},
+    "cispo": {"advantage": "mean_std", "loss": "cispo", "clip_low": 0.0, "clip_high": 5.0, "normalise": "tokens"},
+    "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},
+    "reinforce_plus_plus": {"advantage": "batch", "group_size": 1, "normalise": "tokens"},
+    "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "normalise": "tokens"},
+}
+WHOLE_BATCH = ("mean_batch_std", "batch", "running_mean", "per_problem")  # advantages that know answers of other groups
+WITHIN = ("mean", "mean_std", "leave_one_out", "none")
+COMPARING = ("mean", "mean_std", "leave_one_out", "mean_batch_std")  # advantages that compare the members of a group
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientSettings:
+    """How rewards become gradients."""
+
+    variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] | None = None
+    """A published set of settings; any that you give wins over it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio a sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave one out. reinforce_plus_plus: 2501.03262, one answer, normalised over the batch; _baseline: the group's mean first."""
+    group_size: Annotated[int, Range(1, 10**6)] = 8
+    """Answers sampled for each problem."""
+    advantage: Literal["mean", "mean_std", "leave_one_out", "mean_batch_std", "batch", "running_mean", "per_problem", "none"] = "mean"
+    """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's own running mean; nothing."""
+    step_rewards: Literal["sum", "to_go"] = "sum"
+    """Of episodes with several turns: credit each turn with the episode's total, or with the rewards from it on (process supervision, arXiv 2402.03300, section 4.1.3)."""
+    reward_discount: Share = 1.0
+    """to_go: rewards k turns later count this to the power of k."""
+    loss: Literal["ppo", "importance_sampling", "cispo", "gspo"] = "ppo"
+    """Loss on the tokens of an answer."""
+    clip_low: Annotated[float, Range(0, 1, why="a ratio, not an epsilon: such as 0.8")] = 0.8
+    """Ratios below this earn no gradient where the advantage is negative (ppo, gspo; cispo: weights are cut off there). A ratio, not an epsilon."""
+    clip_high: Annotated[float, Range(1, 1e9, why="a ratio, not an epsilon: such as 1.2")] = 1.2
+    """Ratios above this earn no gradient where the advantage is positive (ppo, gspo; cispo: weights are cut off there)."""
+    normalise: Literal["tokens", "sequences", "sequence_means", "constant", "sum"] = "tokens"
+    """The summed loss is divided by the optimizer step's action tokens; its sequences; each sequence's tokens, then the sequences (GRPO); its sequences times max_tokens (Dr. GRPO); or nothing."""
+    truncated_is: Annotated[float | None, Range(0, 1e6, above=True, why="a cap, such as 2")] = None
+    """Weigh each token by min(this, learner's / sampler's probability) before the step, and take ratios against the learner (truncated importance sampling, Yao et al. 2025, such as 2): for a sampler of lower precision, or several substeps. Short for correction truncate with this as correction_high."""
+
+    entropy_coef: Weight = 0.0
+    """Bonus for the policy's entropy at each token, such as 0.01: keeps it exploring."""
+    kl_discount: Share = 1.0
+    """kl_in reward: a token is charged for the KL of those k later times this to the power of k; 1: all of the answer's rest, 0: its own alone."""
+
+    def __new__(cls, **given: Any) -> Self:
+        """Raises ValueError for a variant without its settings: some belong to other sections, so naming it here would not be enough."""
+        if (variant := given.get("variant")) is not None:
+            missing = [key for key in _variant(variant) if key in cls.__dataclass_fields__ and key not in given]
+            if missing:
+                raise ValueError(
+                    f"variant {variant!r} names settings that are not given here: {', '.join(missing)}. All of its settings, those "
+                    f"of other sections included, come from rl.methods.grpo_settings.variant_settings({variant!r}, ...)"
+                )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.group_size == 1 and self.advantage in COMPARING:
+            raise ValueError(
+                f"a group of one has no one to be compared with: advantage {self.advantage!r} is always 0. "
+                "Set group_size to 2 or more, or advantage to running_mean"
+            )
+        clips = self.loss != "importance_sampling"
+        only_with(self, ("clip_low", "clip_high"), clips, f"loss {self.loss} does not clip", "set loss to ppo, cispo or gspo")
+        only_with(self, ("reward_discount",), self.step_rewards == "to_go", "step_rewards is sum", "set step_rewards to to_go")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSettings:
+    """Group-relative policy optimization: sample a group for each problem, credit each answer against its group."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    policy_gradient: PolicyGradientSettings = field(default_factory=PolicyGradientSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    kl: KlSettings = field(default_factory=KlSettings)
+    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: FlowSettings = field(default_factory=FlowSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        check_flow(self)
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        if self.learned.comparison_model is not None and self.policy_gradient.group_size == 1:
+            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
+        if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
+            raise ValueError("dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out")
+        if self.policy_gradient.truncated_is is not None and self.correction.active:
+            raise ValueError("truncated_is is correction truncate with that correction_high: give one of the two")
+        only_with(self.policy_gradient, ("kl_discount",), self.kl.kl_in == "reward", "kl_in is loss", "set kl_in to reward")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+
+
+def check_flow(settings: GrpoSettings) -> None:
+    """ValueError where what is asked of the flow does not go with what else is asked for."""
+    flow, pg, parts = settings.flow, settings.policy_gradient, settings.flow.stream_minibatches
+    late = flow.max_steps_off_policy > 0
+    if parts > 1:
+        if pg.advantage in WHOLE_BATCH:
+            raise ValueError(
+                f"advantage {pg.advantage} compares the answers of the whole batch, which stream_minibatches {parts} trains before all are "
+                f"there: set advantage to one within a group ({', '.join(WITHIN)}), or stream_minibatches to 1"
+            )
+        for name, on in (
+            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
+            ("normalise_rewards", settings.shaping.normalise_rewards), ("max_steps_off_policy", late),
+            ("kl_coef", settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model),
+        ):  # fmt: skip
+            if on:
+                raise ValueError(f"{name} needs the whole batch before its update, stream_minibatches {parts} begins before: leave out one of them")
+        if parts > settings.loop.batch_size:
+            raise ValueError(f"stream_minibatches {parts} are more parts than batch_size {settings.loop.batch_size} has groups")
+    if late:
+        for name, on in (
+            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
+            ("curriculum", settings.data.curriculum != "off"),
+        ):  # fmt: skip
+            if on:
+                raise ValueError(f"{name} goes by batches that are sampled one after the other: leave it out, or max_steps_off_policy")
+
+
+def variant_settings(variant: str, **given: Any) -> GrpoSettings:
+    """What `train.py grpo --variant ...` stands for: a published variant's settings, and over them any setting by its flat name.
+
+    `variant_settings("dapo", max_tokens=512)`. Raises UserError for a variant or a setting that does not exist or fit.
+    """
+    problems: list[str] = []
+    settings = unflatten(GrpoSettings, {"variant": variant, **_variant(variant), **given}, problems, "variant_settings")
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def _variant(name: str) -> dict[str, Any]:
+    if name not in VARIANTS:
+        raise UserError(f"there is no variant {name!r}: one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]

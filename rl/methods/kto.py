@@ -1,0 +1,179 @@
+"""KTO: learn from answers of which each is good or bad, without pairs (Ethayarajh et al., arXiv 2402.01306).
+
+The loss stands in rl.losses.preferences. Its z, how far the policy is from the reference, is estimated in each optimizer step on
+the batch's prompts with the answers of one another (the paper's section 4.1), by a forward without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+
+from rl.episodes import action_tokens, largest, supervised_datum
+from rl.methods.base import EvaluatesRows, Hosts, Models, Progress
+from rl.methods.rows import by_tag, cut_to
+from rl.methods.steps import adam_params, substeps, with_fields
+from rl.settings import (
+    DataFormat,
+    ModelSettings,
+    NotNegative,
+    OptimSettings,
+    PreferenceDataSettings,
+    Range,
+    RowLoopSettings,
+    SamplingSettings,
+    check_ranges,
+    without_samples,
+)
+from rl.types import Datum, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledDataSettings(PreferenceDataSettings):
+    """Answers of which each is good or bad."""
+
+    data_format: DataFormat = "unpaired"
+    """unpaired: prompt, completion and label (true or false). preferences: of each pair the preferred answer is good, the other bad."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoOptions:
+    """How a label becomes a gradient."""
+
+    beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
+    """How strongly the policy is held to the reference, which is the policy as it was before the first step."""
+    desirable_weight: NotNegative = 1.0
+    """Of good answers; where they are fewer than bad ones, raise it so that weight times number is 1 to 4/3 times that of the bad ones."""
+    undesirable_weight: NotNegative = 1.0
+    """Of bad answers."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoSettings:
+    """Kahneman-Tversky optimization: learn from answers that are good or bad, without pairs."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: LabelledDataSettings = field(default_factory=LabelledDataSettings)
+    kto: KtoOptions = field(default_factory=KtoOptions)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: RowLoopSettings = field(default_factory=RowLoopSettings)
+
+    def __post_init__(self) -> None:
+        if self.loop.batch_size % self.optim.num_substeps:
+            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        if self.loop.batch_size < 2 * self.optim.num_substeps:
+            raise ValueError("kto needs two rows or more in an optimizer step: it sets prompts beside the answers of others")
+        without_samples(self, "kto learns from the data's answers")
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.optim.learning_rate
+        return given if given is not None else (5e-6 if self.model.lora_rank else 1e-6)
+
+
+class Kto(EvaluatesRows):
+    """The hooks of `kto`."""
+
+    online = False
+    headline = "test/loss"
+
+    def __init__(self, settings: KtoSettings):
+        self.settings = settings
+        self._beside: list[Datum] = []  # each prompt of the batch with the answer of the next
+
+    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+        """A datum for each answer, with its label and the reference's logprobs; those for z are kept beside."""
+        answers = [answer for row in rows for answer in labelled(row)]
+        asked = [row for row in rows for _ in labelled(row)]
+        own = [self._datum(row, text, good, renderer) for row, (text, good) in zip(asked, answers, strict=True)]
+        next_row = len(labelled(rows[0]))  # of pairs the answer after an answer is to the same prompt
+        turned = [*answers[next_row:], *answers[:next_row]]
+        beside = [self._datum(row, text, True, renderer) for row, (text, _) in zip(asked, turned, strict=True)]
+        scored = models.reference.logprobs([*own, *beside])
+        found = [with_fields(datum, ref_logprobs=lp) for datum, lp in zip([*own, *beside], scored, strict=True)]
+        self._beside = found[len(own) :]
+        return found[: len(own)]
+
+    def _datum(self, row: Problem, answer: str, good: bool, renderer: Any) -> Datum:
+        model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+        datum = cut_to(self.settings.data, supervised_datum(model_input, weights), row)
+        mask = datum.loss_fn_inputs.pop("weights").array
+        return with_fields(datum, mask=mask, labels=np.full(len(mask), 1.0 if good else -1.0))
+
+    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+        """One pass; `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z) are taken before each update."""
+        settings = self.settings
+        params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
+        sums: dict[str, float] = {}
+        norms, distances = [], []
+        for part in substeps(list(zip(datums, self._beside, strict=True)), settings.optim.num_substeps):
+            own, beside = [list(side) for side in zip(*part, strict=True)]
+            distances.append(self._distance(models, beside))
+            forward = models.policy.forward_backward(own, "kto", self._config(distances[-1]), divisor=len(own))
+            update = models.policy.optim_step(params).result().metrics or {}
+            for name, value in forward.result().metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        found = label_metrics(sums)
+        metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": largest(norms)}
+        metrics |= {"optim/tokens": action_tokens(datums), "optim/kl_ref_k1": float(np.mean(distances))}
+        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
+
+    def _distance(self, models: Models, beside: Sequence[Datum]) -> float:
+        """z: the mean over prompts with answers of others of the sum of lp - ref, at least 0."""
+        outputs = models.policy.forward(beside, "kto", self._config(0.0)).result().loss_fn_outputs
+        gaps = []
+        for datum, output in zip(beside, outputs, strict=True):
+            mask = datum.loss_fn_inputs["mask"].array != 0
+            gaps.append(float((output["logprobs"].array.astype(np.float64) - datum.loss_fn_inputs["ref_logprobs"].array)[mask].sum()))
+        return max(0.0, float(np.mean(gaps)))
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """The same means on held-out answers, as `test/loss` and `test/rewards/...`."""
+
+        def measured(members: Sequence[Problem]) -> dict[str, float]:
+            own = self.datums(members, renderer, models, 0)
+            config = self._config(self._distance(models, self._beside))
+            return label_metrics(models.policy.forward(own, "kto", config).result().metrics)
+
+        return by_tag(rows, measured)
+
+    def _config(self, distance: float) -> dict[str, float]:
+        how = self.settings.kto
+        return {"beta": how.beta, "kl": distance, "desirable_weight": how.desirable_weight, "undesirable_weight": how.undesirable_weight}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def labelled(row: Problem) -> list[tuple[str, bool]]:
+    """(answer, whether it is good) of a row: one with a label, or the two of a pair."""
+    if row.response is None:
+        raise ValueError(f"row {row.index} of {row.tag} has no answer to learn from")
+    if row.rejected is not None:
+        return [(row.response, True), (row.rejected, False)]
+    return [(row.response, bool(row.meta.get("label", True)))]
+
+
+def label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """The loss's sums as means: of good answers (`rewards/chosen`) and of bad ones (`rejected`), and what lies between."""
+    answers, good = max(1.0, sums["answers:sum"]), sums["good:sum"]
+    chosen, rejected = sums["good_rewards:sum"] / max(1.0, good), sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good)
+    found = {"loss": sums["loss:sum"] / answers, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    return {**found, "rewards/margins": chosen - rejected}
+
+
+def clients(settings: KtoSettings, hosts: Hosts) -> dict[str, Any]:
+    """The reference."""
+    return {"reference": hosts.beginning()}

@@ -1,0 +1,218 @@
+"""What methods' `learn` is made of: an optimizer step's settings, parts and divisor, the default pass, and what is measured on the way. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rl.credit import Correction, corrected, episodes
+from rl.episodes import action_tokens, largest
+from rl.methods.base import Models, Progress
+from rl.schedules import factor
+from rl.settings import CorrectionSettings, LoopSettings, OptimSettings
+from rl.types import AdamParams, Datum, TensorData
+
+Item = TypeVar("Item")
+# Losses whose gradient is their advantages': without one other than 0, only a term that is added to them has one.
+_OF_ADVANTAGES = ("importance_sampling", "ppo", "cispo", "gspo")
+
+
+def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: float) -> AdamParams:
+    """AdamW's settings at this batch: the schedule's learning rate, all else constant."""
+    return AdamParams(
+        learning_rate=peak * factor(optim.schedule, batch, loop.steps, optim.warmup_steps),
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.adam_eps,
+        weight_decay=optim.weight_decay,
+        grad_clip_norm=optim.grad_clip_norm,
+    )
+
+
+def substeps(datums: Sequence[Item], n: int) -> list[list[Item]]:
+    """`datums` (or pairs of them) dealt out over n optimizer steps, in turn, so that each sees every problem's group.
+
+    Fewer datums than steps make fewer steps: an optimizer step on nothing is not taken.
+    """
+    parts = [list(datums[i::n]) for i in range(n)]
+    return [part for part in parts if part]
+
+
+def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
+    """What an optimizer step's summed loss is divided by.
+
+    "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by `weighted_by_sequence`): its
+    sequences. "constant": its sequences times max_tokens (Dr. GRPO, arXiv 2503.20783, appendix). "sum": 1.
+    An episode of several datums is one sequence, each of them its share of one.
+    """
+    match kind:
+        case "tokens":
+            return max(1, action_tokens(datums))
+        case "sequences" | "sequence_means":
+            return sequences(datums)
+        case "constant":
+            return sequences(datums) * max_tokens
+        case "sum":
+            return 1.0
+    raise ValueError(f"unknown normalisation {kind!r}: tokens, sequences, sequence_means, constant or sum")
+
+
+def sequences(datums: Sequence[Datum]) -> float:
+    """How many episodes the datums make up; 1 where they hold no action."""
+    return math.fsum(datum.episode_share for datum in datums) or 1.0
+
+
+def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
+    """The datums with advantages and mask divided by their episode's number of action tokens: summed, losses become its mean."""
+    weighted = []
+    for datum in datums:
+        advantages, mask = (datum.loss_fn_inputs[name].array for name in ("advantages", "mask"))
+        tokens = max(1, int(np.count_nonzero(mask))) / (datum.episode_share or 1.0)
+        weighted.append(with_fields(datum, advantages=advantages / tokens, mask=mask / tokens))
+    return weighted
+
+
+def truncated_importance_sampling(
+    models: Models, datums: Sequence[Datum], cap: float, temperature: float
+) -> tuple[list[Datum], dict[str, float]]:
+    """`corrected_datums` at the level of tokens with a cap alone, ratios taken against the learner (TIS, Yao et al. 2025).
+
+    Metrics: the weights' mean and the share that was cut off, beside sampler against learner.
+    """
+    weighted, metrics = corrected_datums(models, datums, Correction("truncate", high=cap), against_learner=True, temperature=temperature)
+    names = {"optim/correction_weight": "optim/tis_weight", "optim/correction_high": "optim/tis_frac_capped"}
+    return weighted, {names.get(name, name): value for name, value in metrics.items() if name in names or "correction" not in name}
+
+
+def corrected_datums(
+    models: Models, datums: Sequence[Datum], how: Correction, *, against_learner: bool, temperature: float
+) -> tuple[list[Datum], dict[str, float]]:
+    """Datums that count as much as `how` says by the learner's logprobs before the step, for any policy loss; one forward.
+
+    All policy losses are homogeneous in the advantage, which carries the weight. What is left out loses its mask and its advantage.
+    `against_learner`: the loss' ratios are taken against the learner before the step (decoupled PPO, arXiv 2110.00641, section 3;
+    AReaL, arXiv 2505.24298, equation 5), so that clipping acts on the update alone; a KL in the loss is weighted by the ratio to the
+    sampler's own logprobs (`drawn_logprobs`), which is not cut off. Metrics compare sampler and learner, and those of `corrected`.
+    """
+    output = models.policy.forward(datums, "importance_sampling", {"temperature": temperature}).result()
+    learner_D = [o["logprobs"].array for o in output.loss_fn_outputs]
+    sampler_D = [datum.loss_fn_inputs["logprobs"].array for datum in datums]
+    masks_D = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+    gaps_D = [lp.astype(np.float64) - q for lp, q in zip(learner_D, sampler_D, strict=True)]
+    weights_D, kept_D, metrics = corrected(gaps_D, masks_D, episodes(datums), how)
+    result = []
+    for datum, lp, q, mask, weight, kept in zip(datums, learner_D, sampler_D, masks_D, weights_D, kept_D, strict=True):
+        inputs = datum.loss_fn_inputs
+        fields = {"advantages": inputs["advantages"].array * np.where(mask, weight * kept, 1.0), "mask": inputs["mask"].array * kept}
+        if against_learner:
+            fields |= {"logprobs": np.where(mask, lp, 0.0), "drawn_logprobs": q}
+        result.append(with_fields(datum, **fields))
+    return result, sampler_against_learner(datums, learner_D) | metrics
+
+
+def correction(settings: CorrectionSettings) -> Correction:
+    return Correction(settings.correction, settings.correction_level, settings.correction_low, settings.correction_high)
+
+
+def with_fields(datum: Datum, **fields: np.ndarray) -> Datum:
+    new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
+    return datum.with_inputs({**datum.loss_fn_inputs, **new})
+
+
+def one_pass(
+    models: Models,
+    datums: Sequence[Datum],
+    *,
+    loss: str,
+    config: Mapping[str, float],
+    normalise: str,
+    optim: OptimSettings,
+    loop: LoopSettings,
+    progress: Progress,
+    peak: float,
+    max_tokens: int = 1,
+    drawn: Sequence[Datum] = (),
+) -> dict[str, float]:
+    """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns `optim/...` metrics.
+
+    Sampler and learner are compared on the first substep, whose weights are those that sampled. `drawn`: the same datums with the
+    sampler's logprobs, where the loss does not read them.
+    Where nothing has a gradient (every advantage is 0 and no other term is on) the step is taken at learning rate 0:
+    AdamW's memory of earlier batches and its weight decay would move the weights for no reason. It counts as a step all the
+    same, so versions, random streams and schedules stand as they would; `optim/skipped_no_signal` says how many there were.
+    """
+    params = adam_params(optim, loop, progress.batch, peak)
+    metrics: dict[str, float] = {"optim/lr": params.learning_rate}
+    sums: dict[str, float] = {}
+    norms: list[float] = []
+    for i, part in enumerate(substeps(datums, optim.num_substeps)):
+        forward = models.policy.forward_backward(part, loss, config, divisor=divisor(part, normalise, max_tokens))
+        signal = has_signal(part, loss, config)
+        update = models.policy.optim_step(params if signal else replace(params, learning_rate=0.0))
+        if not signal:
+            metrics["optim/skipped_no_signal"] = metrics.get("optim/skipped_no_signal", 0.0) + 1
+        output = forward.result()
+        for name, value in output.metrics.items():
+            if name.endswith(":sum"):
+                sums[name] = sums.get(name, 0.0) + value
+        step_metrics = update.result().metrics or {}
+        norms.append(step_metrics["grad_norm"])
+        if step_metrics.get("skipped_nonfinite"):
+            metrics["optim/skipped_nonfinite"] = metrics.get("optim/skipped_nonfinite", 0.0) + 1
+        sampled = list(drawn[:: optim.num_substeps]) or part
+        if i == 0 and "logprobs" in sampled[0].loss_fn_inputs:
+            metrics.update(sampler_against_learner(sampled, [o["logprobs"].array for o in output.loss_fn_outputs]))
+    if told := sums.pop("routed:sum", 0.0):
+        metrics["optim/rerouted"] = sums.pop("rerouted:sum") / told
+    metrics["optim/grad_norm"] = largest(norms)
+    metrics["optim/substeps"] = len(norms)
+    metrics.update(loss_metrics(sums, datums, normalise))
+    return metrics
+
+
+def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
+    if loss == "cross_entropy":
+        return any("weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any() for datum in datums)
+    if loss not in _OF_ADVANTAGES or any(config.get(term, 0.0) for term in ("entropy_coef", "kl_coef", "value_coef")):
+        return True
+    return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)
+
+
+def loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum], normalise: str) -> dict[str, float]:
+    """Means over action tokens; the loss under "sequence_means", which is a mean over each sequence's tokens already, over sequences."""
+    tokens = action_tokens(datums) if datums else 0
+    name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
+    loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))  # without the terms that were added to it
+    count = sequences(datums) if normalise == "sequence_means" else max(1, tokens)
+    metrics = {name: loss / count, "optim/tokens": tokens}
+    if "entropy:sum" in sums:
+        metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
+    metrics |= {f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens) for part in ("td_loss", "cql", "value_loss") if f"{part}:sum" in sums}
+    active = sums.get("active_tokens:sum", 0.0)
+    if "clipped_low:sum" in sums:
+        metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(1.0, active)
+    return metrics
+
+
+def sampler_against_learner(datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
+    """How far the sampler's logprobs q are from the learner's p over action tokens, with d = q - p.
+
+    `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)), their largest
+    difference, and `entropy` = -mean q.
+    """
+    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(np.float64)
+    p = np.concatenate(list(logprobs))[masks].astype(np.float64)
+    if not len(q):
+        return {}
+    d = q - p
+    return {
+        "optim/kl_sample_train_v1": float(d.mean()),
+        "optim/kl_sample_train_v2": float((d * d).mean() / 2),
+        "optim/max_logprob_difference": float(np.abs(d).max()),
+        "optim/entropy": float(-q.mean()),
+    }

@@ -1,0 +1,65 @@
+"""Load or build a model and its tokenizer, put adapters on it, advise on it."""
+
+from rl.models import info
+from rl.models.adapters import adapter_base, found_base, is_adapter, made_from, merge, read_adapter, root_of
+from rl.models.load import (
+    LoadedModel,
+    add_lora,
+    add_value_head,
+    attention_mask_for,
+    check_model_folder,
+    eos_token_ids,
+    inner_model,
+    is_lora,
+    is_value_head,
+    load_model,
+    load_skeleton,
+    quiet_about_tied_heads,
+    seeded,
+    uses_flash_attention,
+    value_head_of,
+    vocabulary_of,
+)
+from rl.models.presets import PRESETS
+from rl.models.stored import Lazy, Unread, in_folder, shape_of
+from rl.models.tokenizers import load_tokenizer
+from rl.models.unread import load_unread
+from rl.models.whole_weights import check_tensors, check_whole_folder, load_whole_adapter, readable
+
+__all__ = [
+    "adapter_base",
+    "found_base",
+    "made_from",
+    "merge",
+    "read_adapter",
+    "root_of",
+    "Lazy",
+    "LoadedModel",
+    "PRESETS",
+    "Unread",
+    "add_lora",
+    "add_value_head",
+    "attention_mask_for",
+    "check_model_folder",
+    "check_tensors",
+    "check_whole_folder",
+    "eos_token_ids",
+    "in_folder",
+    "info",
+    "inner_model",
+    "is_adapter",
+    "is_lora",
+    "is_value_head",
+    "load_model",
+    "load_skeleton",
+    "load_tokenizer",
+    "load_unread",
+    "load_whole_adapter",
+    "quiet_about_tied_heads",
+    "readable",
+    "seeded",
+    "shape_of",
+    "uses_flash_attention",
+    "value_head_of",
+    "vocabulary_of",
+]

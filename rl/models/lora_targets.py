@@ -1,0 +1,76 @@
+"""Which modules of a model get a LoRA adapter, and which weights are left without one though they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from rl.errors import UserError
+from rl.types import LoraConfig
+
+_NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
+
+
+def targets(model: Any, lora: LoraConfig) -> list[str]:
+    """Full names of the modules that get an adapter: linear layers of attention, of the MLP, and the output head.
+
+    Raises UserError where there are none: nothing was asked for, or only what no adapter fits.
+    """
+    found = [name for name, module in _linear(model) if _wanted(model, name, module, lora)]
+    if found:
+        return found
+    missed = left_out(model, lora)
+    if missed:
+        raise UserError(
+            f"LoRA has no adapter for experts whose weights are one tensor ({next(iter(missed))}, ...), and nothing else was asked for: "
+            "turn train_attn or train_unembed on, or train all weights (--lora-rank 0)"
+        )
+    raise UserError("LoRA with train_mlp, train_attn and train_unembed all off trains nothing: turn one on")
+
+
+def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
+    """Matrices that were asked for and get no adapter, since no linear layer holds them: how many numbers, by name.
+
+    Experts in one tensor of three dimensions above all, and their routers; the last layer of a state space (see `_read_as_numbers`).
+    """
+    linear = {name for name, _ in _linear(model)}
+    missed = {}
+    for name, module in model.named_modules():
+        if name in linear or isinstance(module, _NO_MATRIX) or module is model.get_output_embeddings():
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and _wanted(model, name, module, lora):
+                missed[f"{name}.{key}"] = parameter.numel()
+    return missed
+
+
+def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    from transformers.pytorch_utils import Conv1D
+
+    read_as_numbers = set(_read_as_numbers(model))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers:
+            yield name, module
+
+
+def _read_as_numbers(model: Any) -> Iterator[str]:
+    """Linear layers of state spaces whose weights fused kernels read past the layer, so that an adapter would not be seen."""
+    for name, module in model.named_modules():
+        if {"A_log", "D"} <= {own for own, _ in module.named_parameters(recurse=False)}:
+            yield from (f"{name}.{own}" for own in ("out_proj", "dt_proj") if isinstance(getattr(module, own, None), nn.Linear))
+
+
+# Parts of a vision-language model that are no part of its text model, by the names that architectures give them.
+_SEES = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision", "vision_embed_tokens"}
+
+
+def _wanted(model: Any, name: str, module: nn.Module, lora: LoraConfig) -> bool:
+    if module is model.get_output_embeddings():
+        return lora.train_unembed
+    if not lora.train_vision and _SEES & set(name.split(".")):
+        return False
+    if "attn" in name or "attention" in name:
+        return lora.train_attn
+    return lora.train_mlp

@@ -1,0 +1,154 @@
+"""Vision-language models: which class loads them, what reads their images, and the tiny one that is built on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl.errors import UserError
+from rl.images import FAMILIES, ImageReader, note_reader, reader_of
+from rl.models.presets import Preset
+
+# What a tiny vision tokenizer has beside its characters. Those of images are spelt as Qwen's models spell them.
+USER, ASSISTANT, SYSTEM, END = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+MARKS = (USER, ASSISTANT, SYSTEM, END, IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO)
+TEMPLATE = (
+    "{%- for message in messages -%}<|{{ message.role }}|>"
+    "{%- if message.content is string -%}{{ message.content }}"
+    "{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def model_class(config: Any) -> Any:
+    """The auto class that loads a model of this config: with its images where they are known here, else as a causal language model.
+
+    UserError, by name, for an architecture that sees, whose images are not known and whose text has no class of its own.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    kind = config.model_type
+    if kind in FAMILIES and getattr(config, "vision_config", None) is not None:
+        return AutoModelForImageTextToText
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"images are not known for the architecture {kind!r}; known are {', '.join(FAMILIES)}")
+    return AutoModelForCausalLM
+
+
+def class_of(name: str) -> Any:
+    """The same of a folder or hub name. OSError or ValueError where its config cannot be had."""
+    from transformers import AutoConfig
+
+    return model_class(AutoConfig.from_pretrained(name))
+
+
+def give_eyes(model: Any, tokenizer: Any | None, source: str) -> None:
+    """Notes the reader of images with a model and its tokenizer, where the model sees and its image processor is in `source`."""
+    if tokenizer is not None and model.config.model_type in FAMILIES:
+        reader = reader_of(tokenizer) or _reader(model.config, tokenizer, source)
+        note_reader(model, reader)
+        note_reader(tokenizer, reader)
+
+
+def note_eyes(tokenizer: Any | None, source: str) -> None:
+    """Notes the reader of images with a tokenizer that lies beside a model that sees."""
+    from transformers import AutoConfig
+
+    folder = Path(source).expanduser()
+    if tokenizer is None or (folder.is_dir() and not _has_processor(folder)):
+        return
+    try:
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else source)
+    except (OSError, ValueError):  # a tokenizer without a model beside it
+        return
+    if config.model_type in FAMILIES:
+        note_reader(tokenizer, _reader(config, tokenizer, source))
+
+
+def _reader(config: Any, tokenizer: Any, source: str) -> ImageReader | None:
+    processor = _image_processor(source)
+    return None if processor is None else ImageReader(config, tokenizer, processor)
+
+
+def _has_processor(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
+def _image_processor(source: str) -> Any | None:
+    """None where the folder has none: the model is then trained on text alone, and says so when it is given an image."""
+    from transformers import AutoImageProcessor
+
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not _has_processor(folder):
+        return None
+    try:
+        return AutoImageProcessor.from_pretrained(str(folder) if folder.is_dir() else source)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def tiny_config(preset: Preset, tokenizer: Any) -> Any:
+    """Of a Qwen3-VL of the preset's size."""
+    from transformers import Qwen3VLConfig
+
+    assert preset.eyes is not None
+    eyes, width = preset.eyes, preset.hidden // preset.heads
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=preset.hidden,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        head_dim=width,
+        intermediate_size=preset.mlp,
+        max_position_embeddings=preset.max_position,
+        rope_parameters={"rope_type": "default", "mrope_section": _thirds(width // 2), "mrope_interleaved": True, "rope_theta": 1e4},
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    vision = dict(
+        depth=eyes.layers,
+        hidden_size=eyes.hidden,
+        num_heads=eyes.heads,
+        intermediate_size=2 * eyes.hidden,
+        patch_size=eyes.patch,
+        temporal_patch_size=1,
+        spatial_merge_size=eyes.merge,
+        out_hidden_size=preset.hidden,
+        deepstack_visual_indexes=[0],
+        num_position_embeddings=(eyes.pixels // eyes.patch) ** 2,
+    )
+    ids = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"), MARKS[4:], strict=True))
+    special = {name: tokenizer.convert_tokens_to_ids(word) for name, word in ids.items()}
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **special)
+
+
+def _thirds(half: int) -> list[int]:
+    """Rotary frequencies of time, height and width, as many of each as go."""
+    side = half // 3
+    return [half - 2 * side, side, side]
+
+
+def tiny_image_processor(preset: Preset) -> Any:
+    """Qwen's, with patches of the preset's size: images keep their shape, and are made smaller above `pixels` x `pixels`."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    eyes = preset.eyes
+    assert eyes is not None
+    least = eyes.patch * eyes.merge
+    return Qwen2VLImageProcessorPil(
+        patch_size=eyes.patch,
+        merge_size=eyes.merge,
+        temporal_patch_size=1,
+        size={"shortest_edge": least * least, "longest_edge": eyes.pixels * eyes.pixels},
+    )
+
+
+def tiny_reader(preset: Preset, tokenizer: Any) -> ImageReader:
+    return ImageReader(tiny_config(preset, tokenizer), tokenizer, tiny_image_processor(preset))

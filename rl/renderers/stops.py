@@ -1,0 +1,48 @@
+"""Texts that end an answer besides the model's own end marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.renderers.base import Renderer, TrainOn
+from rl.types import Message, ModelInput
+
+
+class StopsAt(Renderer):
+    """Another renderer whose answers also end before any of `stops`, which are no part of what they say."""
+
+    def __init__(self, inner: Renderer, stops: Sequence[str]):
+        self.inner, self.stops = inner, tuple(stops)
+        self.tokenizer, self.ends, self.shield = inner.tokenizer, inner.ends, inner.shield
+
+    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+        return self.inner.build_generation_prompt(messages)
+
+    def build_supervised_example(
+        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+    ) -> tuple[ModelInput, np.ndarray]:
+        return self.inner.build_supervised_example(messages, train_on)
+
+    def get_stop_sequences(self) -> list[str] | list[int]:
+        return [*self.inner.get_stop_sequences(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler takes both
+
+    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+        message, ended = self.inner.parse_response(tokens)
+        content = str(message["content"])
+        at = min((place for stop in self.stops if (place := content.find(stop)) >= 0), default=None)
+        return (message, ended) if at is None else ({**message, "content": content[:at]}, True)
+
+    def finished(self, tokens: Sequence[int]) -> list[int]:
+        return self.inner.finished(tokens)
+
+    def unfinished(self, tokens: Sequence[int]) -> list[int]:
+        return self.inner.unfinished(tokens)
+
+    def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput | None:
+        return self.inner.bridge(messages, seen, answer, new)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        return StopsAt(self.inner.with_tools(tools), self.stops)

@@ -1,0 +1,257 @@
+"""What a run says while it runs: a bar on a terminal, plain lines elsewhere (a log file, a scheduler's output).
+
+On a terminal: panels, and a bar with the step, the headline metrics, tokens a second, time spent and time left. Elsewhere: one
+line every few steps, without control characters. `quiet` leaves the warnings and the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from rl.plain import printable
+from rl.report.plots import HELD_OUT, HELD_OUT_LOSS, HELD_OUT_PAIRS, HELD_OUT_REWARD, LOSS, REWARD, TOKEN_ACCURACY, TOKENS_PER_SECOND
+
+# What the bar shows: label, names of the metric (the first that occurs), format.
+_HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("loss", LOSS, "{:.3f}"),
+    ("reward", REWARD, "{:.3f}"),
+    ("policy loss", ("optim/policy_loss",), "{:.3f}"),  # of stored answers
+    ("KL to teacher", ("teacher/kl_per_token", "optim/kl"), "{:.1e}"),
+    ("KL sampler-learner", ("optim/kl_sample_train_v1",), "{:.1e}"),
+    ("KL to behaviour", ("optim/kl_behaviour_v1",), "{:.1e}"),
+    ("KL to reference", ("optim/kl_ref_k3",), "{:.1e}"),  # where there is one
+    ("entropy", ("optim/entropy",), "{:.2f}"),
+)
+# What is said of held-out problems: the first of each line that was measured.
+_HELD_OUT: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("accuracy", HELD_OUT), ("accuracy", HELD_OUT_PAIRS), ("reward", HELD_OUT_REWARD)),
+    (("loss", HELD_OUT_LOSS),),
+    (("token accuracy", TOKEN_ACCURACY),),
+)
+_LINES_PER_STAGE = 25  # most plain lines of one stage, unless `every` says otherwise
+
+
+def duration(seconds: float) -> str:
+    """0:07, 2:05, 1:02:05."""
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def compact(count: float) -> str:
+    """950, 12.3k, 4.51M: three figures."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size * 0.9995:
+            return f"{count / size:.3g}{suffix}" if count / size < 999.5 else f"{count / size:.0f}{suffix}"
+    return f"{count:.3g}"
+
+
+def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of `total` steps."""
+    scale = 1
+    while True:
+        for interval in (scale, 2 * scale, 5 * scale):
+            if total <= interval * lines:
+                return interval
+        scale *= 10
+
+
+def headline(metrics: Mapping[str, Any]) -> str:
+    """The metrics in one line; what is absent is left out, and so is the loss where there is a reward (it measures nothing)."""
+    parts = []
+    rewarded = any(name in metrics for name in REWARD)
+    for label, names, form in _HEADLINES:
+        if label in ("loss", "policy loss") and rewarded:
+            continue
+        value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
+        if value is not None:
+            parts.append(f"{label} {form.format(value)}")
+    speed = next((metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None)
+    return "  ".join(parts + ([f"{compact(speed)} tok/s"] if speed is not None else []))
+
+
+def held_out(metrics: Mapping[str, Any]) -> str:
+    """What was measured on held-out problems in this step, in a few words; "" where nothing was."""
+    found = []
+    for line in _HELD_OUT:
+        value = next((f"{label} {metrics[name]:.3f}" for label, name in line if metrics.get(name) is not None), None)
+        found += [] if value is None else [value]
+    return f"held-out {', '.join(found)}" if found else ""
+
+
+class Console:
+    """The one place that prints. `every`: plain lines come every so many steps. Close it (or use `with`) at the end."""
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        every: int | None = None,
+        stream: IO[str] | None = None,
+        terminal: bool | None = None,
+        width: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._stream = stream or sys.stdout
+        # A "dumb" terminal (an editor's shell) cannot move its cursor: plain lines there too.
+        dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+        self._fancy = (self._stream.isatty() and not dumb) if terminal is None else terminal
+        self._quiet = quiet
+        self._every = every
+        self._clock = clock
+        self._rich = RichConsole(
+            file=self._stream, force_terminal=self._fancy, force_interactive=self._fancy, width=width, highlight=False
+        )
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._stage, self._first, self._total = "", 0, 0
+        self._stage_start = self._run_start = clock()
+        self._last_done = -1
+
+    # --- the run
+
+    def start(self, title: str, facts: Mapping[str, Any]) -> None:
+        """Say what runs, where it writes, on what: `facts` in their order ("writes to": ..., "model": ..., "device": ...)."""
+        self._run_start = self._clock()
+        if not self._quiet:
+            self._panel(title, facts, (), "cyan")
+
+    def end(
+        self,
+        title: str,
+        *,
+        results: Mapping[str, tuple[float | None, float | None]] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        remarks: Sequence[str] = (),
+        commands: Sequence[str] = (),
+    ) -> None:
+        """Say what came of it. `results`: name to (before, after), e.g. {"held-out accuracy": (0.35, 0.97)}; None is unknown.
+
+        `remarks` are what an honest reader must know beside the figures; `commands` what to type next.
+        """
+        self._end_bar()
+        rows = {name: _change(before, after) for name, (before, after) in (results or {}).items()}
+        rows |= {"time": duration(self._clock() - self._run_start), **(facts or {})}
+        lines = [*remarks, *(["Next:"] if commands else []), *(f"  {command}" for command in commands)]
+        self._panel(title, rows, lines, "green")
+
+    def stage(self, name: str, total: int, *, first: int = 0, done: int = 0) -> None:
+        """Begin a stage of `total` optimizer steps that starts at step `first` of the run; `done` of them were done before."""
+        self._end_bar()
+        self._stage, self._first, self._total = name, first, total
+        self._stage_start, self._start_done, self._last_done = self._clock(), done, done
+        if self._fancy and not self._quiet:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[text]}", markup=False),
+                TextColumn("{task.fields[times]}", style="dim", markup=False),
+                console=self._rich,
+                expand=True,
+                refresh_per_second=8,
+            )
+            self._task = self._bar.add_task(name, total=total, completed=done, text="", times="")
+            self._bar.start()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics at optimizer step `step` of the run."""
+        done = step - self._first
+        if self._quiet:
+            return
+        measured = held_out(metrics)
+        if self._bar is not None:
+            times, text = self._times(done), headline(metrics)
+            if self._rich.width < 100:  # leave room for the bar itself
+                times, text = times.partition(", ")[2] or times, text.replace("  ", " ")
+            self._bar.update(self._task, completed=done, text=text, times=times)
+            if measured:
+                self._rich.print(Text(f"{self._stage} {done}/{self._total}  {measured}"))
+        elif self._due(done) or measured:
+            tail = f"  {measured}" if measured else ""
+            width = len(str(self._total))
+            parts = [f"{self._stage} {done:{width}}/{self._total}", headline(metrics), self._times(done)]
+            self._line("  ".join(part for part in parts if part) + tail)
+        self._last_done = done
+
+    def _due(self, done: int) -> bool:
+        every = self._every or round_interval(self._total)
+        return done >= self._total or done // every > self._last_done // every or self._last_done == self._start_done
+
+    def _times(self, done: int) -> str:
+        """Time spent in this stage, and left at its mean speed so far."""
+        spent = self._clock() - self._stage_start
+        here = done - self._start_done
+        left = f", {duration(spent / here * (self._total - done))} left" if here > 0 and done < self._total else ""
+        return duration(spent) + left
+
+    # --- words between
+
+    def note(self, text: str) -> None:
+        """Something to know."""
+        if not self._quiet:
+            self._box("note", text, "blue")
+
+    def warn(self, text: str) -> None:
+        """Something to look at; shown even when quiet."""
+        self._box("warning", text, "yellow")
+
+    def close(self) -> None:
+        self._end_bar()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # --- how it is put on the page
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _clean(self, text: str) -> str:
+        """As it may be shown: a sample's or a library's words may hold anything."""
+        return printable(text, encoding=getattr(self._stream, "encoding", None) or "utf-8")
+
+    def _line(self, text: str) -> None:
+        self._stream.write(self._clean(text) + "\n")
+        self._stream.flush()
+
+    def _box(self, kind: str, text: str, colour: str) -> None:
+        if self._fancy:
+            self._rich.print(Panel(Text(self._clean(text)), title=kind, title_align="left", border_style=colour, expand=False))
+        else:
+            self._line(f"{kind}: {text}")
+
+    def _panel(self, title: str, facts: Mapping[str, Any], lines: Sequence[str], colour: str) -> None:
+        if not self._fancy:
+            width = max((len(name) for name in facts), default=0)
+            rows = [f"{name:<{width}}  {value}" for name, value in facts.items()]
+            self._line("\n".join([title, *(f"  {row}" for row in [*rows, *lines])]))
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for name, value in facts.items():
+            table.add_row(name, Text(self._clean(str(value))))
+        body = Group(table, Text(self._clean("\n" + "\n".join(lines)))) if lines else table
+        self._rich.print(Panel(body, title=Text(self._clean(title), style="bold"), title_align="left", border_style=colour))
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return f"{'n/a' if before is None else f'{before:.3f}'} -> {'n/a' if after is None else f'{after:.3f}'}"

@@ -1,0 +1,253 @@
+"""Curves of one run or several, from metrics.jsonl. matplotlib is imported only when something is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.errors import UserError
+from rl.jsonl import METRICS, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSS = ("optim/loss",)
+REWARD = ("reward/total", "env/all/reward/total")
+TOKENS_PER_SECOND = ("time/tokens_per_second",)
+HELD_OUT = "test/env/all/correct"
+HELD_OUT_PAIRS = "test/rewards/accuracies"  # of preferences
+HELD_OUT_REWARD = "test/env/all/reward/total"
+HELD_OUT_LOSS, TOKEN_ACCURACY = "test/loss", "test/token_accuracy"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture. `names`: the metric, by the first of these names that occurs."""
+
+    title: str
+    names: tuple[str, ...]
+    share: bool = False  # a share of 1: the axis runs from 0 to 1
+    log: bool = False
+    smooth: bool = True
+    unless: tuple[str, ...] = ()  # rows with one of these metrics are left out
+
+
+PANELS = (
+    Panel("held-out accuracy", (HELD_OUT, HELD_OUT_PAIRS), share=True, smooth=False),
+    Panel("held-out reward", (HELD_OUT_REWARD,), smooth=False, unless=(HELD_OUT,)),
+    Panel("held-out loss (nats a token or pair)", (HELD_OUT_LOSS,), smooth=False),
+    Panel("held-out token accuracy", (TOKEN_ACCURACY,), share=True, smooth=False),
+    Panel("reward", REWARD),
+    Panel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),  # a policy-gradient loss is no measure of anything
+    Panel("loss on stored answers", ("optim/policy_loss",), unless=REWARD),
+    Panel("reward margin, chosen to rejected", ("rewards/margins",)),
+    Panel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
+    Panel("KL to reference (nats a token)", ("optim/kl_ref_k3", "optim/kl_ref_k1")),
+    Panel("KL to teacher (nats a token)", ("teacher/kl_per_token", "optim/kl")),
+    Panel("KL to what drew the answers", ("optim/kl_behaviour_v1",)),
+    Panel("answer length (tokens)", ("env/all/ac_tokens_per_turn",)),
+    Panel("share of answers cut off", ("env/all/frac_truncated",), share=True),
+    Panel("entropy (nats a token)", ("optim/entropy",)),
+    Panel("gradient norm, before clipping", ("optim/grad_norm",), log=True),
+    Panel("tokens a second", TOKENS_PER_SECOND),
+)
+# What `env/all/` holds beside the parts of a reward.
+_NO_PARTS = frozenset(("turns_per_episode", "ac_tokens_per_turn", "ob_tokens_per_turn", "frac_truncated", "total_episodes", "total_groups",
+                       "distinct_beginnings", "ended"))  # fmt: skip
+_MOST_PARTS = 8  # panels of these
+# Okabe and Ito's palette: told apart without red and green.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5a5a5a")
+_SHADES = ("#eef2f6", "#f8f3ea", "#eef5ef", "#f5eef3")
+SMOOTH_FROM = 40  # points; below that every point is its own
+
+
+class NothingToDraw(UserError):
+    """No row holds a metric that has a panel."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run as read: `rows` of metrics.jsonl under a `label`."""
+
+    label: str
+    rows: list[dict[str, Any]]
+
+    def series(self, panel: Panel) -> tuple[list[float], list[float]]:
+        """(steps, values) of the panel's metric; null values are left out."""
+        for name in panel.names:
+            rows = [row for row in self.rows if not any(other in row for other in panel.unless)]
+            points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+            if points:
+                return [step for step, _ in points], [value for _, value in points]
+        return [], []
+
+    def stages(self) -> list[tuple[str, float, float]]:
+        """(name, first step, last step) of each stage, in order; one row's stage is its "stage" value."""
+        spans: list[tuple[str, float, float]] = []
+        for row in self.rows:
+            name = str(row.get("stage", ""))
+            if spans and spans[-1][0] == name:
+                spans[-1] = (name, spans[-1][1], row["step"])
+            else:
+                spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+        return spans
+
+    def parts(self, panel: Panel) -> list[tuple[list[float], list[float]]]:
+        """The series cut where a stage begins: a mean over two stages would describe neither."""
+        stages = self.stages()
+        points = list(zip(*self.series(panel), strict=True))
+        if not panel.smooth:
+            stages = [("", stages[0][1], stages[-1][2])]
+        cut = []
+        for i, (_, first, last) in enumerate(stages):
+            part = [(step, value) for step, value in points if (first < step or i == 0) and step <= last]
+            if part:
+                cut.append(([step for step, _ in part], [value for _, value in part]))
+        return cut
+
+
+def read_curve(source: Path, label: str | None = None) -> Curve:
+    """A run's folder, or its metrics.jsonl. FileNotFoundError where there is none."""
+    path = source / METRICS if source.is_dir() else source
+    if not path.is_file():
+        raise FileNotFoundError(f"no metrics at {path}: give a run's folder or its {METRICS}")
+    return Curve(label or path.resolve().parent.name, read_metrics(path))
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Centred running mean over `window` points; at the ends over those that there are (nothing is padded)."""
+    half = window // 2
+    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def reward_parts(curves: Sequence[Curve]) -> list[Panel]:
+    """A panel for each figure that a reward gives beside itself: the parts of several, what a function of one's own measures."""
+    names = dict.fromkeys(name for curve in curves for row in curve.rows for name in row if name.startswith("env/all/"))
+    own = [name for name in names if "/" not in name.removeprefix("env/all/") and name.removeprefix("env/all/") not in _NO_PARTS]
+    return [Panel(f"reward: {name.removeprefix('env/all/')}", (name,)) for name in own[:_MOST_PARTS]]
+
+
+def draw(source: Path | Sequence[Path], out_png: Path, labels: Sequence[str] | None = None) -> Path:
+    """Draw the curves of a run (or compare several) into `out_png`, atomically; returns it.
+
+    A metric that no run has gets no panel. Stages are shaded where one run is drawn. NothingToDraw where no panel is left.
+    """
+    sources = [source] if isinstance(source, Path) else list(source)
+    if labels is not None and len(labels) != len(sources):
+        raise UserError(f"{len(labels)} labels for {len(sources)} runs: give one label a run")
+    curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
+    panels = [panel for panel in [*PANELS, *reward_parts(curves)] if any(curve.series(panel)[0] for curve in curves)]
+    if not panels:
+        raise NothingToDraw(f"no curve in {', '.join(map(str, sources))}: no row has any of the metrics that are drawn")
+    figure = _figure(curves, panels)
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    aside = out_png.with_name(out_png.name + ".tmp")
+    figure.savefig(aside, format="png", dpi=130, facecolor="white")
+    aside.replace(out_png)
+    return out_png
+
+
+def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
+    # Figure without pyplot: no global state, no display, no backend to choose.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}.get(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.7 * columns, 2.7 * rows + 0.7), layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.07))
+    FigureCanvasAgg(figure)
+    several = len(curves) > 1
+    grid = figure.subplots(rows, columns, squeeze=False)
+    axes = [axis for line in grid for axis in line]
+    for axis, panel in zip(axes[: len(panels)], panels, strict=True):
+        _draw_panel(axis, panel, curves)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis in axes[max(0, len(panels) - columns) : len(panels)]:
+        axis.set_xlabel("optimizer step", fontsize=9)
+    title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
+    smooth = any(panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM for panel in panels for curve in curves)
+    # A name is no mathematics, whatever dollars it has.
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
+    if smooth:
+        figure.text(0.99, 0.985, "pale: each step; line: running mean", ha="right", va="top", fontsize=8, color="#666666")
+    if several:
+        handles, names = _legend(curves)
+        legend = figure.legend(handles, names, loc="outside lower center", ncols=min(len(curves), 4), frameon=False, fontsize=9)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return figure
+
+
+def _legend(curves: Sequence[Curve]) -> tuple[list[Any], list[str]]:
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [c.label for c in curves]
+
+
+def _draw_panel(axis: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
+    axis.set_title(panel.title, fontsize=10, loc="left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8.5)
+    for i, curve in enumerate(curves):
+        if len(curves) == 1:
+            _shade_stages(axis, curve, curve.series(panel)[0])
+        for part_steps, part_values in curve.parts(panel):
+            _draw_line(axis, panel, part_steps, part_values, COLOURS[i % len(COLOURS)])
+    if panel.share:
+        axis.set_ylim(-0.03, 1.05)
+    _style_numbers(axis, panel, [value for curve in curves for value in curve.series(panel)[1]])
+    if len(curves) == 1 and panel.share:
+        _name_ends(axis, *curves[0].series(panel))
+
+
+def _style_numbers(axis: Axes, panel: Panel, values: Sequence[float]) -> None:
+    """Ticks as one reads them: 0.2 and 15k, not 2x10^-1 and 15000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if panel.log and min(values) > 0:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif max(values) >= 10_000:
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
+
+
+def _draw_line(axis: Axes, panel: Panel, steps: list[float], values: list[float], colour: str) -> None:
+    if panel.smooth and len(values) >= SMOOTH_FROM:
+        axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
+        axis.plot(steps, smoothed(values, max(3, len(values) // 20)), color=colour, lw=1.8)
+    else:
+        axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=4 if len(values) < 30 else 2)
+
+
+def _name_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
+    """The first and the last value in figures: what one wants to read off."""
+    ends = [(steps[0], values[0], "left")] + ([(steps[-1], values[-1], "right")] if len(steps) > 1 else [])
+    for step, value, side in ends:
+        offset = (7 if side == "left" else 0, -14 if value > 0.8 else -4)
+        look: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
+        axis.annotate(f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **look)
+
+
+def _shade_stages(axis: Axes, curve: Curve, steps: Sequence[float]) -> None:
+    """The stages that the series reaches into, each with its name."""
+    stages = curve.stages()
+    if len(stages) < 2 or not steps:
+        return
+    for i, (name, first, last) in enumerate(stages):
+        left, right = max(first, steps[0]), min(last, steps[-1])
+        if left >= right:
+            continue
+        axis.axvspan(left, right, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
+        look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
+        axis.text((left + right) / 2, 0.02, name, transform=axis.get_xaxis_transform(), parse_math=False, **look)

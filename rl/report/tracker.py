@@ -1,0 +1,80 @@
+"""Metrics to weights & biases beside the run's own files. It never ends a run: the first thing that fails is said, and that is all."""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl.errors import RunFolderError
+from rl.jsonl import write_atomically
+
+
+class Warner(Protocol):
+    """Where it is said that something went wrong that must not end the run."""
+
+    def warn(self, text: str) -> None: ...
+
+
+def check_tracker(project: str | None) -> None:
+    """RunFolderError where a project is named and the package is not installed: known before any work."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise _not_installed(project)
+
+
+def _not_installed(project: str) -> RunFolderError:
+    return RunFolderError(
+        f"logging to the weights & biases project {project!r} needs the package: pip install wandb, or leave the flag out"
+    )
+
+
+class Tracker:
+    """A weights & biases run that keeps its files, and its id for a resume, in the run's folder."""
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], *, resumed: bool, console: Warner | None):
+        self._console = console
+        self._warned = False
+        try:
+            import wandb
+        except ImportError as error:
+            raise _not_installed(project) from error
+        id_file = folder / "wandb_id.txt"
+
+        def start() -> Any:
+            run_id = id_file.read_text(encoding="utf-8").strip() if resumed and id_file.exists() else uuid.uuid4().hex[:8]
+            run = wandb.init(
+                project=project,
+                name=folder.name,
+                id=run_id,
+                resume="allow" if resumed else None,
+                dir=str(folder),
+                config=dict(config),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+            write_atomically(id_file, run_id + "\n")
+            return run
+
+        self._run: Any = None
+        self._run = self._tried("did not start (WANDB_MODE=offline logs without its server)", start)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = {key: value for key, value in metrics.items() if value is not None}
+        if self._run is not None:
+            self._tried(f"did not take the metrics of step {step}", lambda: self._run.log(values, step=step))
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._tried("did not finish", lambda: self._run.finish())
+
+    def _tried(self, what: str, action: Callable[[], Any]) -> Any:
+        """The action's result; None where it failed, which is said once. Its errors are of any kind, its own and the network's."""
+        try:
+            return action()
+        except Exception as error:
+            if self._console is not None and not self._warned:
+                why = f"{type(error).__name__}: {error}"
+                self._console.warn(f"weights & biases {what}: {why}. The run goes on; metrics.jsonl has everything")
+            self._warned = True
+            return None

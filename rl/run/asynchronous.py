@@ -1,0 +1,152 @@
+"""Sampling that goes on while the learner updates: batches of what is ready, no token older than the bound.
+
+One thread ticks: it lets environments and sampler go on, takes batches, and brings new weights to what is being drawn. An update is
+worked out in another thread; its verbs and the sampler's slices take turns on the devices. Of all this the clock decides two things
+alone, who was ready when and when an update had ended, and both stand in the run's log of decisions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rl.clients import SamplingClient
+from rl.episodes import Admission, EnvGroupBuilder, Flow, Rollouts, flow_state, group_metrics, group_streams, restore
+from rl.errors import UserError
+from rl.run.stage import Stage
+from rl.seeds import derive_seed
+from rl.types import Datum
+
+
+def train_asynchronous(stage: Stage) -> None:
+    """Runs a stage with `max_steps_off_policy` from where it stands to its end."""
+    sampler = stage.start()
+    assert sampler is not None and stage.given.decisions is not None
+    if stage.samples.players(0):
+        raise UserError("max_steps_off_policy is for environments that the policy plays by itself: of other seats, leave it out")
+    state = stage.saves.in_flight
+    clock = stage.given.decisions.clock(state["tick"] if state else 0, whole=True)
+    with stage.samples.flow({None: sampler}, clock) as flow, ThreadPoolExecutor(1, "learner") as learner:
+        under_way = UnderWay(stage, flow, state)
+        stage.saves.state_of_flow = under_way.state
+        learning: Future | None = None
+        taken: tuple[Rollouts, list[Datum]] | None = None
+        flow.learning, flow.learned = lambda: learning is not None, lambda: learning is not None and learning.done()
+        for batch in stage.batches():
+            stage.given.decisions.batch = batch
+            while True:
+                under_way.begin()
+                if learning is None and (rollouts := under_way.take(sampler)) is not None:
+                    taken = (rollouts, [])
+                    learning = learner.submit(_learn, stage, batch, *taken)
+                    learning.add_done_callback(lambda _: flow.waiters.poke())
+                if flow.tick():
+                    break
+            assert learning is not None and taken is not None
+            metrics, (rollouts, datums), learning = learning.result(), taken, None
+            metrics |= under_way.metrics(rollouts, sampler.version)
+            sampler = stage.next_sampler(sampler)
+            flow.seats[None].stream.switch(sampler, anew=stage.given.flow.recompute_cache)
+            under_way.admission.updated()
+            stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, datums)
+    stage.end()
+
+
+def _learn(stage: Stage, batch: int, rollouts: Rollouts, datums: list[Datum]) -> dict[str, float]:
+    """The update on a batch; its datums are put into `datums`."""
+    datums += stage.method.credit(rollouts.groups, stage.models)
+    return stage.method.learn(stage.models, datums, stage.progress(batch))
+
+
+class UnderWay:
+    """The groups of a stage: which problem each is of, which are under way, and which are next."""
+
+    def __init__(self, stage: Stage, flow: Flow, state: Mapping[str, Any] | None):
+        self.stage, self.flow = stage, flow
+        loop, asked = stage.loop, stage.given.flow
+        size = loop.batch_size
+        self.admission = Admission(size, asked.max_steps_off_policy, size * loop.steps, asked.over_age == "redraw", stage.done)
+        self.admission.next, self.admission.taken = size * stage.done, stage.done
+        self.attempts: dict[int, int] = {}
+        self.lost_tokens = 0
+        self._seen: set[int] = set()
+        if state is not None:
+            self.admission.load_state(state["admission"])
+            self.attempts = {int(number): count for number, count in state["attempts"].items()}
+            for number in restore(flow, state["flow"], lambda number: self._of(number)[0]):
+                self._again(number)
+            self._seen = set(flow.done()) & self.admission.ended
+
+    def _of(self, number: int) -> tuple[EnvGroupBuilder, int]:
+        """A group's builder, and the stream of its problem: those that it has where batches are sampled one after the other."""
+        stage, size = self.stage, self.stage.loop.batch_size
+        problems = stage.problems.batch(number // size, size, stage.seed)
+        stream = group_streams([problem.index for problem in problems])[number % size]
+        return stage.groups([problems[number % size]], stage.method.group_size)[0], stream
+
+    def begin(self) -> None:
+        """Begins as many groups as may be under way."""
+        for number in self.admission.begin():
+            self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        builder, stream = self._of(number)
+        seed = derive_seed(self.stage.seed, "sample", number // self.stage.loop.batch_size)
+        if attempt := self.attempts.get(number, 0):
+            seed = derive_seed(seed, "again", attempt)
+        self.flow.begin(number, builder, seed=seed, problem=stream, since=self.admission.since[number])
+
+    def _again(self, number: int) -> None:
+        """A group that was given back begins anew, with random numbers of its own."""
+        self.attempts[number] = self.attempts.get(number, 0) + 1
+        self.admission.since[number] = self.admission.version
+        self.admission.ended.discard(number)
+        self._begin(number)
+
+    def take(self, sampler: SamplingClient) -> Rollouts | None:
+        """The next batch; None where it is not there yet."""
+        for number in self.flow.done():
+            if number not in self._seen:
+                self._seen.add(number)
+                self.admission.end(number)
+        batch, given_back = self.admission.take()
+        for number in given_back:
+            self.lost_tokens += self.flow.give_back(number)
+            self._again(number)
+        if not batch:
+            return None
+        self._seen -= set(batch)
+        rollouts = self.stage.samples.judged(self.flow.take(batch))
+        self.stage.samples.check(rollouts, sampler, self.admission.bound)
+        return rollouts
+
+    def metrics(self, rollouts: Rollouts, version: int) -> dict[str, float]:
+        """The age of each trained token in updates, and what was done about those that grew old."""
+        ages = Counter(version - v for v in token_versions(rollouts))
+        total = max(1, ages.total())
+        found = {f"async/age/{age}": ages[age] / total for age in range(self.admission.bound + 1)}
+        found["async/age/mean"] = sum(age * count for age, count in ages.items()) / total
+        found["async/age/max"] = max(ages, default=0)
+        found |= {"async/awaited_groups": self.admission.awaited, "async/redrawn_groups": self.admission.redrawn}
+        found |= {"async/redrawn_tokens": self.lost_tokens, "async/groups_under_way": len(self.flow.groups)}
+        self.admission.awaited = self.admission.redrawn = self.lost_tokens = 0
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: from here the run goes on as if it had not been interrupted."""
+        attempts = {str(number): count for number, count in self.attempts.items() if number in self.admission.since}
+        now = {"tick": self.flow.clock.tick, "admission": self.admission.state(), "attempts": attempts}
+        return {**now, "flow": flow_state(self.flow)}
+
+
+def token_versions(rollouts: Rollouts) -> list[int]:
+    """Of each sampled token."""
+    found: list[int] = []
+    for group in rollouts.groups:
+        for trajectory in group.trajectories_G:
+            for turn in trajectory.transitions:
+                versions: Sequence[int] = turn.ac.versions or [turn.ac.version or 0] * len(turn.ac.tokens)
+                found += versions
+    return found

@@ -1,0 +1,93 @@
+"""What a run says of itself at its beginning and at its end, with the command lines that come next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rl.clients import TrainingClient
+from rl.methods import METHODS
+from rl.report import Console, compact
+from rl.run.held_out import HeldOut
+from rl.run.prepare import Prepared, found_out, reward_of
+from rl.settings import Run
+
+
+class At(Protocol):
+    """A run's stages, and where the weights of each lie."""
+
+    run: Run
+    folder: Path
+    stages: Sequence[Prepared]
+
+    def final_path(self, index: int) -> str: ...
+
+
+def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, stages: Sequence[Prepared]) -> None:
+    info = policy.info
+    trained = "all weights" if info["lora_rank"] is None else f"LoRA rank {info['lora_rank']}, {compact(info['trainable_parameters'])}"
+    if info["lora_rank"] is not None and info["base_dtype"] != "fp32":
+        trained += f" on a base in {info['base_dtype']}"
+    if info["lora_unadapted"] >= 0.01:
+        trained += f"; {info['lora_unadapted']:.0%} of the weights, experts, have no adapter"
+    console.start(
+        f"Whetstone: {run.name}",
+        {
+            "stages": " -> ".join(f"{s.name} ({s.settings.loop.steps} steps)" for s in run.stages),
+            "model": f"{info['base_model']}, {compact(info['parameters'])} parameters ({trained})",
+            "device": f"{info['device']}, {info['dtype']}, {info['world']} process{'es' if info['world'] > 1 else ''}",
+            **({"programs in": kind} if (kind := found_out(stages).get("sandbox")) is not None else {}),
+            "writes to": folder,
+        },
+    )
+    for text in dict.fromkeys(str(prepared.overlap) for prepared in stages if prepared.overlap is not None and prepared.overlap.shared):
+        console.warn(text)
+
+
+def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:
+    folder = at.folder
+    results: dict[str, tuple[float | None, float | None]] = {}
+    remarks = []
+    for name, found in held_out.items():
+        if found.after is not None:
+            results[f"held-out {found.what}, {name}"] = (found.before, found.after)
+        if found.rows is not None:
+            results[f"held-out {found.rows[0].removeprefix('test/')}, {name}"] = found.rows[1:]
+        if found.greedy_after is not None:
+            results[f"greedy {found.what}, {name}"] = (found.greedy_before, found.greedy_after)
+        remarks += [text for text in [found.sharpening()] if text is not None]
+    console.end(
+        f"{at.run.name}: done",
+        results=results,
+        facts={
+            "metrics": folder / "metrics.jsonl",
+            "curves": folder / "curves.png",
+            "weights": Path(at.final_path(len(at.stages) - 1)) / "model",
+        },
+        remarks=remarks,
+        commands=[*_uses(at, folder), f"python plot.py {shlex.quote(str(folder))}", *_export(at, folder)],
+    )
+
+
+def _export(at: At, folder: Path) -> list[str]:
+    """How the weights leave: merged, where they are an adapter."""
+    merge = " --merge" if at.stages[-1].plan.settings.model.lora_rank else ""
+    return [f"python export.py {shlex.quote(str(folder))} {shlex.quote(str(Path('exports') / folder.name))}{merge}"]
+
+
+def _uses(at: At, folder: Path) -> list[str]:
+    """What a person does next with the weights of a run's last stage."""
+    last, where = at.stages[-1].plan, shlex.quote(str(folder))
+    if last.method != "reward_model":
+        # else evaluate.py would ask for a reward
+        scored = at.stages[-1].environment is not None or reward_of(last.settings.data) is not None
+        return [f"python sample.py {where}", *([f"python evaluate.py {where}"] if scored else [])]
+    flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
+    method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
+    return [f"accelerate launch train.py {method} --{flag}-model {where}"]
+
+
+def resume_command(folder: Path) -> str:
+    return f"accelerate launch train.py --resume --output-dir {shlex.quote(str(folder))}"

@@ -1,0 +1,30 @@
+"""What a run asks of the side that computes: precision, micro-batches, caches; one setting for all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl.clients import SamplerSettings, WorkerSettings
+from rl.errors import UserError
+from rl.learner import LearnerSettings
+from rl.settings import StagePlan
+
+
+def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
+    """The device side, one for the whole run. Raises UserError where stages ask for different ones."""
+    found = []
+    for plan in stages:
+        model, optim, sampling = plan.settings.model, plan.settings.optim, plan.settings.sampling
+        kept = None if model.kept_logits_gib is None else int(model.kept_logits_gib * 2**30)
+        learner = LearnerSettings(
+            token_budget=optim.token_budget, layout=optim.layout, fused=model.fused_logprobs, kept_bytes=kept,
+            gradient_checkpointing=model.gradient_checkpointing, optimizer=optim.optimizer, router_replay=model.router_replay,
+        )  # fmt: skip
+        sampler = SamplerSettings(sampling.kv_cache_tokens, sampling.max_rows, sampling.sampler, model.router_replay)
+        found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+    if any(settings != found[0] for settings in found):
+        raise UserError(
+            "precision, token_budget, layout, fused_logprobs, kept_logits_gib, gradient_checkpointing, optimizer, router_replay, "
+            "kv_cache_tokens, max_rows and sampler hold for the whole run: set them at the recipe's top level or on the line"
+        )
+    return found[0]

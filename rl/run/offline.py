@@ -1,0 +1,21 @@
+"""The offline loop: read, prepare, train."""
+
+from __future__ import annotations
+
+from rl.run.not_finite import named
+from rl.run.stage import Stage
+from rl.seeds import derive_seed
+
+
+@named
+def train_offline(stage: Stage) -> None:
+    """Runs a stage of a method that learns from rows of data, from where it stands to its end."""
+    sampler = stage.start()
+    for batch in stage.batches():
+        rows = stage.problems.batch(batch, stage.loop.batch_size, stage.seed)
+        datums = stage.method.datums(rows, stage.renderer, stage.models, derive_seed(stage.seed, "datums", batch))
+        metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
+        if stage.samples_at(batch) and stage.samples_held_out:
+            sampler = stage.next_sampler(sampler)
+        stage.end_batch(batch, metrics, sampler)
+    stage.end()

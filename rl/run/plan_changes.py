@@ -1,0 +1,125 @@
+"""What would make a run fit: single changes of its settings or its launch, and several together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl.memory import Launch
+from rl.run.plan_needs import needs_of
+from rl.settings import Run
+
+CACHE = "kv_cache_tokens"  # the setting, and the kind of change
+
+
+@dataclass(frozen=True)
+class Change:
+    """A remedy: what to type, what it makes of a stage's settings and of the launch, and the peak with it.
+
+    `kind`: of several of a kind one is taken. `costly`: it changes what is learnt, or costs much time.
+    """
+
+    words: str
+    settings: Callable[[Any], Any]
+    launch: Callable[[Launch], Launch]
+    kind: str
+    costly: bool = False
+    peak: float = 0.0
+
+
+def _same(thing: Any) -> Any:
+    return thing
+
+
+def _setting(section: str, name: str, value: Any, costly: bool = False) -> Change:
+    def apply(settings: Any) -> Any:
+        return replace(settings, **{section: replace(getattr(settings, section), **{name: value})})
+
+    flag = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+    return Change(flag, apply, _same, name, costly)
+
+
+def _sharding(stage: int, gpus: int, offload: bool = False) -> Change:
+    def apply(launch: Launch) -> Launch:
+        return replace(launch, world=gpus, per_node=min(gpus, 8), zero=stage, offload=offload, fsdp=False)
+
+    name = f"zero{stage}{'_offload' if offload else ''}"
+    return Change(f"accelerate_configs/{name}.yaml on {gpus} GPUs", _same, apply, "launch", costly=offload)
+
+
+def _candidates(run: Run, launch: Launch) -> list[Change]:
+    model, optim, sampling = (getattr(run.stages[-1].settings, name) for name in ("model", "optim", "sampling"))
+    found = [_setting("model", "gradient_checkpointing", True)] * (not model.gradient_checkpointing)
+    found += [_setting("model", "fused_logprobs", True)] * (not model.fused_logprobs)
+    found += [_setting("model", "lora_rank", 32, costly=True)] * (not model.lora_rank)
+    found += [_setting("optim", "token_budget", max(1, optim.token_budget // divisor)) for divisor in (2, 4)]
+    found.append(_setting("sampling", "max_rows", max(1, sampling.max_rows // 4)))
+    found += [_setting("sampling", "kv_cache_tokens", size) for size in _smaller_caches(run)]
+    if launch.cuda and launch.zero is None and not launch.fsdp:  # none of them goes with another, or with sharding
+        found += [replace(_setting("model", "base_dtype", "4bit", costly=True), kind="launch")] * bool(model.lora_rank)
+        found.append(replace(_setting("optim", "optimizer", "adamw_8bit", costly=True), kind="launch"))
+    if launch.cuda:
+        gpus = max(launch.world, 8)
+        found += [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > (3 if launch.fsdp else launch.zero or 0) or gpus > launch.world]
+        found += [_sharding(3, gpus, offload=True)] * (not launch.offload)
+    return found
+
+
+def _smaller_caches(run: Run) -> list[int]:
+    """Halves, down to one that holds the longest answer and its prompt in every stage."""
+    now = run.stages[-1].settings.sampling.kv_cache_tokens
+    least = max(stage.settings.sampling.max_tokens for stage in run.stages) + run.options.plan_prompt_tokens
+    return [now >> i for i in range(1, 12) if now >> i >= least]
+
+
+def remedies(run: Run, launch: Launch, prompt: int) -> list[Change]:
+    """Single changes that lower the peak of the run, the most effective first."""
+    now = _peak(run, launch, prompt, [])
+    tried = [replace(change, peak=_peak(run, launch, prompt, [change])) for change in _candidates(run, launch)]
+    return sorted((change for change in tried if change.peak < 0.98 * now), key=lambda change: change.peak)
+
+
+def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], room: float) -> tuple[list[Change], float]:
+    """Changes that make it fit when taken together, the costly ones only if the others are not enough; and the peak then.
+
+    No changes where all of them are not enough.
+    """
+    taken: list[Change] = []
+    peak = _peak(run, launch, prompt, [])
+    for change in sorted(changes, key=lambda change: (change.costly, change.peak)):
+        others = [other for other in taken if other.kind != change.kind]
+        lower = _peak(run, launch, prompt, [*others, change])
+        if lower < 0.98 * peak:
+            taken, peak = [*others, change], lower
+        if peak <= room:
+            return _with_the_largest_cache(run, launch, prompt, taken, changes, room)
+    return [], peak
+
+
+def _with_the_largest_cache(
+    run: Run, launch: Launch, prompt: int, taken: list[Change], changes: Sequence[Change], room: float
+) -> tuple[list[Change], float]:
+    """What was taken together, with the largest of the caches that still fit beside it, and the peak."""
+    others = [change for change in taken if change.kind != CACHE]
+    caches = sorted((change for change in changes if change.kind == CACHE), key=lambda change: -change.peak)
+    for mine in ([], *([cache] for cache in caches)):
+        peak = _peak(run, launch, prompt, [*others, *mine])
+        if peak <= room:
+            return [*others, *mine], peak
+    raise AssertionError("what was taken fits")
+
+
+def shown(changes: Sequence[Change], room: float) -> list[Change]:
+    """The changes to be told: of several sizes of the cache the largest that fits, or where none does the one that helps most."""
+    caches = [change for change in changes if change.kind == CACHE]
+    fitting = [change for change in caches if change.peak <= room]
+    best = max(fitting, key=lambda change: change.peak) if fitting else min(caches, key=lambda change: change.peak, default=None)
+    return [change for change in changes if change.kind != CACHE or change is best]
+
+
+def _peak(run: Run, launch: Launch, prompt: int, changes: Sequence[Change]) -> float:
+    settings = [stage.settings for stage in run.stages]
+    for change in changes:
+        settings, launch = [change.settings(one) for one in settings], change.launch(launch)
+    return max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings))

@@ -1,0 +1,145 @@
+"""From a run's settings and its launch to what each of its stages would hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.memory import GIB, Arithmetic, Held, Launch, MicroBatch, ModelShape, Skeleton, Work, micro_batch, plan, sampled_at_once
+from rl.methods import METHODS
+from rl.models import root_of
+from rl.ranks import asks_for_fsdp, asks_for_parts, zero_settings
+from rl.run.beginnings import begins_after
+from rl.run.origins import goes_on, origin_of
+from rl.run.plan_page import Device, StageNeeds
+from rl.run.reopen import is_run
+from rl.settings import ModelSettings, Run, StagePlan
+from rl.types import LoraConfig
+
+_DEFAULT_GPU = 80.0  # GiB, of a GPU that is only asked about
+
+
+def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
+    """The processes of this launch (or those that --plan-gpus and --plan-zero ask about) and the memory of each."""
+    here = torch.cuda.is_available()
+    asked = options.plan_gpus is not None or options.plan_gpu_memory is not None
+    cuda = here or asked
+    launched, zero, offload = int(os.environ.get("WORLD_SIZE", "1")), *zero_settings()
+    world = options.plan_gpus or launched
+    fsdp = asks_for_fsdp() and options.plan_zero is None
+    if options.plan_zero is not None:
+        zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
+    per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
+    bf16 = precision == "bf16" or (precision == "auto" and cuda)
+    launch = Launch(cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp, in_parts=asks_for_parts())
+    if options.plan_gpu_memory is not None:
+        return launch, Device(f"GPU of {options.plan_gpu_memory:g} GiB", options.plan_gpu_memory * GIB)
+    if here:
+        found = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+        return launch, Device(found.name, float(found.total_memory))
+    if asked:
+        return launch, Device(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
+    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return launch, Device("CPU process", machine / per_node)
+
+
+def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None) -> list[StageNeeds]:
+    """Every stage's needs, under `settings` (by default the run's own)."""
+    found = []
+    chosen = [stage.settings for stage in run.stages] if settings is None else list(settings)
+    for i, stage in enumerate(run.stages):
+        first, before = i, begins_after(run.stages, i)
+        while (earlier := begins_after(run.stages, first)) is not None:
+            first = earlier
+        model = replace(chosen[i].model, base_model=chosen[first].model.base_model, tokenizer=chosen[first].model.tokenizer)
+        went_on = origin_of(model, None).continued is not None if before is None else goes_on(chosen[before].model, model)
+        adapter = bool(model.lora_rank) and not went_on
+        if went_on and before is None:
+            root = root_of(model.base_model)[0]
+            model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
+        found.append(_needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter))
+    return found
+
+
+def _needs(
+    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool
+) -> StageNeeds:
+    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off."""
+    skeleton = _skeleton(model.base_model, model.tokenizer, _lora(model))
+    shape, sampling, optim, loop = skeleton.shape, settings.sampling, settings.optim, settings.loop
+    hooks = METHODS[stage.method].hooks(settings)
+    group = hooks.group_size if hooks.online else 1
+    if shape.max_context is not None:
+        prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
+    layout = "padded" if shape.windowed and optim.layout == "auto" else optim.layout
+    batch = micro_batch(
+        groups=max(1, loop.batch_size // optim.num_substeps), group=group, prompt=prompt, answer=sampling.max_tokens,
+        budget=optim.token_budget, layout=layout, world=launch.world, hidden=shape.hidden,
+    )  # fmt: skip
+    budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": launch.world}
+    lengths = {"prompt": prompt, "answer": sampling.max_tokens}
+    drawn = [sampled_at_once(groups=settings.data.eval_limit, group=1, **lengths, **budgets)] if loop.eval_every else []
+    drawn += [sampled_at_once(groups=loop.batch_size, group=group, **lengths, **budgets)] if hooks.online else []
+    prompts, rows = max(drawn, key=lambda pair: pair[1], default=(0, 0))
+    work = Work(batch=batch, samples=bool(drawn), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens)
+    launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer)
+    others, method = _others(stage.method, settings, skeleton), METHODS[stage.method]
+    if method.keeps_beginning(settings) and not fresh_adapter:
+        others.append(shape)
+    critic = method.critic(settings)
+    critics = [] if critic is None else [shape if critic == "policy" else _skeleton(critic, model.tokenizer, _lora(model)).shape]
+    found = plan(shape, _held(model, batch, launch), launch, work, others, critics)
+    return StageNeeds(stage.name, model.base_model, found, work, launch)
+
+
+def _others(method: str, settings: Any, policy: Skeleton) -> list[ModelShape]:
+    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy."""
+    shapes = []
+    for target in METHODS[method].weights(settings):
+        folder = Path(target).expanduser()
+        named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
+        shapes.append((_skeleton(target, settings.model.tokenizer, None) if named else policy).shape)
+    return shapes
+
+
+def _base(model: ModelSettings, launch: Launch) -> str:
+    """What the frozen base will be held in (rl.learner.base)."""
+    if not model.lora_rank:
+        return "fp32"
+    return ("bf16" if launch.bf16 else "fp32") if model.base_dtype == "auto" else model.base_dtype
+
+
+def _lora(model: ModelSettings) -> LoraConfig | None:
+    if not model.lora_rank:
+        return None
+    parts = {name: getattr(model, name) for name in ("train_mlp", "train_attn", "train_unembed", "train_vision")}
+    return LoraConfig(model.lora_rank, **parts)
+
+
+@cache
+def _skeleton(base_model: str, tokenizer: str | None, lora: LoraConfig | None) -> Skeleton:
+    return Skeleton(base_model, tokenizer, lora)
+
+
+def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
+    how = Arithmetic(
+        dtype=torch.bfloat16 if launch.compute_bytes == 2 and (launch.fsdp or launch.zero is not None) else torch.float32,
+        autocast=launch.bf16 and launch.zero is None and not launch.fsdp,
+        keeps_gradients=launch.zero in (None, 0) and not launch.fsdp,
+        fused=model.fused_logprobs,
+        checkpointing=model.gradient_checkpointing,
+        cuda=launch.cuda,
+        low_base=launch.base != "fp32" and launch.zero is None and not launch.fsdp,
+    )
+    return _held_once(model.base_model, model.tokenizer, _lora(model), batch, how)
+
+
+@cache
+def _held_once(base_model: str, tokenizer: str | None, lora: LoraConfig | None, batch: MicroBatch, how: Arithmetic) -> Held:
+    return _skeleton(base_model, tokenizer, lora).held(batch, how)

@@ -1,0 +1,92 @@
+"""How a memory plan is shown: a table for each stage, what was assumed, whether it fits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl.memory import GIB, ROOM, Launch, Plan, Work
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the run is to fit on. `name`: for the reader."""
+
+    name: str
+    memory: float
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """A stage's plan, and what went into it."""
+
+    stage: str
+    model: str
+    plan: Plan
+    work: Work
+    launch: Launch
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def print_plans(stages: Sequence[StageNeeds], device: Device) -> None:
+    """To stdout, in GiB or (small models) MiB."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False)
+    for needs in stages:
+        sums = needs.plan.sums
+        unit, name = (GIB, "GiB") if needs.plan.peak >= GIB else (2.0**20, "MiB")
+        console.print(Text(f"{needs.stage}: {needs.model}, {_launch_words(needs.launch)}", style="bold"), soft_wrap=True)
+        table = Table()
+        table.add_column(f"{name} on each {device.name}")
+        for moment in ("sampling", "a micro-batch", "the update"):
+            table.add_column(moment, justify="right")
+        for item in needs.plan.items:
+            sizes = (item.sample, item.train, item.update)
+            if any(sizes):
+                table.add_row(item.name, *(f"{size / unit:,.2f}" if size else "" for size in sizes))
+        table.add_section()
+        table.add_row(*(Text(word, style="bold") for word in ("together", *(f"{size / unit:,.2f}" for size in sums.values()))))
+        console.print(table)
+        for line in _remarks(needs):
+            console.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
+        console.print(_verdict(needs.plan.peak, device))
+
+
+def _launch_words(launch: Launch) -> str:
+    what = "one process" if launch.world == 1 else f"{launch.world} processes"
+    how = "" if launch.world == 1 else ", DDP"
+    if launch.fsdp:
+        how = ", FSDP2"
+    if launch.zero is not None:
+        how = f", ZeRO-{launch.zero}" + (" with the optimizer on the CPU" if launch.offload else "")
+    return f"{what}{how}, {'bf16' if launch.bf16 else 'fp32'}"
+
+
+def _remarks(needs: StageNeeds) -> list[str]:
+    work, batch = needs.work, needs.work.batch
+    laid = f"{batch.rows} rows of {batch.length} positions" + (" with a mask of their own" if batch.masked else "")
+    lines = [f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of {work.answer}; a micro-batch is {laid}"]
+    if work.samples:
+        lines.append(f"sampled at once: {work.rows} answers to {work.prompts} prompts")
+    lines += [f"CPU memory of a machine: {gib(size)} for {what}" for what, size in needs.plan.host]
+    return lines
+
+
+def _verdict(peak: float, device: Device) -> Any:
+    from rich.text import Text
+
+    share = f"{gib(peak)} of {gib(device.memory)} ({peak / device.memory:.0%})"
+    if peak > device.memory:
+        return Text(f"does not fit: {share}", style="bold red")
+    if peak > ROOM * device.memory:
+        return Text(f"tight: {share}; above {ROOM:.0%} the allocator's fragments may not leave enough", style="bold yellow")
+    return Text(f"fits: {share}", style="bold green")

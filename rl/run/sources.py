@@ -1,0 +1,107 @@
+"""The problems that a stage's data settings name: to train on, and held out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl.data import Mixture, NoSplit, ProblemSet, Streamed, joined, load_problems, tells_splits
+from rl.errors import UserError
+from rl.methods import RolloutDataSettings
+from rl.settings import DataSettings, PreferenceDataSettings
+
+
+def _columns(data: DataSettings) -> dict[str, Any]:
+    pair = {}
+    if isinstance(data, PreferenceDataSettings):
+        pair = {"chosen_column": data.chosen_column, "rejected_column": data.rejected_column}
+    return {
+        **pair,
+        "format": data.data_format,
+        "config": data.dataset_config,
+        "prompt_column": data.prompt_column,
+        "answer_column": data.answer_column,
+        "response_column": data.response_column,
+        "system_prompt": data.system_prompt,
+        "on_bad_row": data.on_bad_row,
+        "prompt_template": data.prompt_template,
+        "prompt_suffix": data.prompt_suffix,
+        "image_column": data.image_column,
+    }
+
+
+def training_problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
+    """Training and held-out problems of all data sets."""
+    if data.stream and data.more_datasets:
+        raise UserError("stream reads one data set (a folder of several files is one): leave out more_datasets, or stream")
+    parts = [_of_one(source, held_out and (i == 0 or data.eval_dataset is None)) for i, source in enumerate(_sources(data))]
+    sets = [train for train, _ in parts]
+    tests = [test for _, test in parts if test is not None] + (_more_held_out(data) if held_out else [])
+    mixed = Mixture(sets, data.dataset_weights) if data.dataset_weights else joined(sets)
+    return mixed, joined(tests) if tests else None
+
+
+def _sources(data: DataSettings) -> list[DataSettings]:
+    """The settings of each data set alone."""
+    alone: dict[str, Any] = {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
+    own = [replace(data, **alone)]
+    return own + [replace(data, **alone, dataset=source, eval_dataset=None) for source in data.more_datasets]
+
+
+def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
+    train = load_problems(data.dataset, split="train", limit=data.train_limit, stream=data.stream, **_columns(data))
+    if not held_out:
+        return train, None
+    if data.eval_dataset is None and _one_piece(data):
+        return _held_out(train, data.eval_limit)
+    try:
+        return train, _named(data)
+    except NoSplit:
+        if data.eval_dataset is not None:
+            raise
+        return _held_out(train, data.eval_limit)
+
+
+def _named(data: DataSettings) -> ProblemSet:
+    """The test split of what is named for evaluation, or of the data set itself; the only split where a set has no test split."""
+    source = data.eval_dataset or data.dataset
+    try:
+        return load_problems(source, split="test", limit=data.eval_limit, **_columns(data))
+    except NoSplit:
+        if data.eval_dataset is None:
+            raise
+        return load_problems(source, split="train", limit=data.eval_limit, **_columns(data))
+
+
+def _more_held_out(data: DataSettings) -> list[ProblemSet]:
+    return [_named(replace(data, eval_dataset=source)) for source in data.more_eval_datasets]
+
+
+def held_out_problems(data: DataSettings) -> ProblemSet | None:
+    """The problems that evaluation asks; None for a file too short to hold any out, and for stored answers alone."""
+    if isinstance(data, RolloutDataSettings):
+        if data.eval_dataset is None and not data.more_eval_datasets:
+            return None
+        columns = _columns(data) | {"prompt_column": "prompt", "response_column": None}
+        sources = [source for source in (data.eval_dataset, *data.more_eval_datasets) if source is not None]
+        return joined([load_problems(source, split="test", limit=data.eval_limit, **columns) for source in sources])
+    if data.eval_dataset is not None and not data.more_datasets:
+        return joined([_named(data), *_more_held_out(data)])
+    return training_problems(data, True)[1]
+
+
+def _one_piece(data: DataSettings) -> bool:
+    """Whether the data set is a file without splits of its own."""
+    return Path(data.dataset).expanduser().is_file() and not tells_splits(data.dataset, **_columns(data))
+
+
+def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
+    """A single file has no test split: its last tenth (at most `limit` rows) is held out and never trained on."""
+    count = min(limit, len(problems) // 10)
+    if count == 0:
+        return problems, None
+    if isinstance(problems, Streamed):
+        return problems.first(len(problems) - count), problems.last(count)
+    rows = list(problems)
+    return ProblemSet(rows[:-count], name=problems.name), ProblemSet(rows[-count:], name=f"{problems.name}, held out")

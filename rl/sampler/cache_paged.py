@@ -1,0 +1,127 @@
+"""The fast decoder's cache in pages: memory follows the tokens that exist, not the longest row times all rows.
+
+Another state beside `cache_fast`: the same samples, from a fixed pool of pages instead of rectangles. Which rows share what is in
+pages.py, how a step reads it in attention_paged.py. When pages run out, rows wait (see engine_paged.py).
+Shapes: P prompts, N rows, K key heads, S positions of a page, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.attention_paged import paged_attention, parts_of
+from rl.sampler.cache import DecodeState, LogitsReader
+from rl.sampler.forward_fast import FastForward
+from rl.sampler.pages import PromptPages, Tables
+from rl.types import PlacedImage
+
+PAGE = 256  # what torch's varlen attention reads block by block
+
+
+class PagedState(DecodeState):
+    """`kv` [2, pages, S, K, D] for each layer: keys, then values. The pool takes `kv_cache_tokens` positions, whole pages."""
+
+    def __init__(self, decoder: FastForward, kv_cache_tokens: int, page: int = PAGE):
+        super().__init__()
+        self.decoder, self.page = decoder, page
+        self.tables = Tables(max(kv_cache_tokens // page, 1), page)
+        a = decoder.architecture
+        shape = (2, len(self.tables.pool.held), page, a.key_heads, a.head_width)
+        self.kv = [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers]
+
+    def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+        """For one row what it can come to; for more what they take as they enter, since rows wait when pages run out."""
+        whole = self.tables.pages_for(longest_prompt + longest_response)
+        return self.page * (whole if rows <= 1 else self.tables.pages_for(longest_prompt) * prompts + rows)
+
+    def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
+        """Nothing to do: the pool is there from the beginning."""
+
+    def free_pages(self) -> int:
+        return self.tables.pool.free
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> Tensor:
+        tables = [self.tables.add_prompt(len(prompt)).pages for prompt in prompts]
+        logits_PV = self._read(prompts, readers, tables)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
+        return logits_PV
+
+    def _read(
+        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None], tables: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Sequences through the model, their keys and values to the pages of the tables."""
+        pages = [torch.tensor(table, device=self.decoder.device) for table in tables]
+
+        def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
+            for place, i in enumerate(batch):
+                length, room = len(prompts[i]), len(pages[i]) * self.page
+                for which, x in enumerate((k, v)):
+                    padded = torch.nn.functional.pad(x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, room - length))
+                    self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.page))
+
+        return self.decoder.forward_prompts(prompts, readers, keep)
+
+    def enter(self, prompt_of_row: np.ndarray) -> None:
+        for slot in prompt_of_row.tolist():
+            self.tables.add_row(slot)
+        super().enter(prompt_of_row)
+
+    def add_slot(self, length: int) -> None:
+        """A prompt that no row reads from: those that come back have pages of their own."""
+        self.tables.prompts.append(PromptPages(length))
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, [length]])
+
+    def enter_again(self, slot: int, fed: Sequence[int]) -> None:
+        """A row that waited: prompt and response so far (all that was fed) are read again into pages of its own."""
+        row = self.tables.add_whole(slot, len(fed))
+        self._read([fed], [None], [row.pages])
+        super().enter(np.array([slot]))
+        self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
+
+    def decode(self, tokens: np.ndarray) -> Tensor:
+        decoder, device = self.decoder, self.decoder.device
+        places = [self.tables.make_room(row) for row in self.tables.rows]
+        copies = [copy for _, _, copy in places if copy is not None]
+        if copies:
+            origin, target = torch.tensor(copies, device=device).unbind(1)
+            for kv in self.kv:
+                kv[:, target] = kv[:, origin]
+        page_N = torch.tensor([page for page, _, _ in places], device=device)
+        place_N = torch.tensor([place for _, place, _ in places], device=device)
+        lengths = np.array([row.length for row in self.tables.rows])
+        parts = parts_of([row.pages for row in self.tables.rows], lengths, self.tables.shared_pages(), self.page, device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.kv[layer][0, page_N, place_N] = k
+            self.kv[layer][1, page_N, place_N] = v
+            return paged_attention(q, self.kv[layer], parts).flatten(1)
+
+        positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
+        rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
+        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend)
+        self.response_lengths = self.response_lengths + 1
+        return decoder.head(hidden)
+
+    def _move_rows(self, source: np.ndarray) -> None:
+        kept = set(source.tolist())
+        for i, row in enumerate(self.tables.rows):
+            if i not in kept:
+                self.tables.drop_row(row)
+        self.tables.rows = [self.tables.rows[i] for i in source]
+
+    def _move_prompts(self, source: np.ndarray) -> None:
+        kept = set(source.tolist())
+        for i, prompt in enumerate(self.tables.prompts):
+            if i not in kept:
+                self.tables.drop_prompt(prompt)
+        self.tables.prompts = [self.tables.prompts[i] for i in source]

@@ -1,0 +1,176 @@
+"""Running rows of any lengths in one batch for models that carry a state: a slot a row, beside the keys of its attention layers.
+
+A state (of a convolution, of linear attention, of a state space) has one size whatever the length of its sequence, so rows of
+different lengths stand side by side in it as they are; keys and values are padded on the left, as in `cache_padded`. Prompts are
+read with others of their own length, unpadded, once for their group. The cache is the model's own kind and stays from step to step;
+it is built anew where rows enter. Windows are masked, not cut: their layers keep all keys, so that rows of any length line up.
+Shapes: P prompts, N rows, H key heads, L cached positions, D head width; a state's first dimension is the row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.cache import DecodeState, LogitsReader
+from rl.sampler.forward_hf import HFForward
+from rl.types import PlacedImage
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What a layer keeps of some rows: keys and values [N, H, L, D] or none, and states by name, [N, ...]."""
+
+    keys: tuple[Tensor, Tensor] | None = None
+    states: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def rows(self, index: Tensor | slice, longest: int) -> _Layer:
+        """Some rows, the last `longest` positions of each."""
+        pair = None if self.keys is None else tuple(tensor[index, :, tensor.shape[2] - longest :] for tensor in self.keys)
+        return _Layer(pair, {name: state[index] for name, state in self.states.items()})  # type: ignore[arg-type]
+
+
+class SlotState(DecodeState):
+    """`prompts` holds what each prompt left behind, as a batch of one row; `cache` that of the running rows."""
+
+    def __init__(self, decoder: HFForward):
+        super().__init__()
+        self.decoder = decoder
+        self.prompts: list[list[_Layer]] = []
+        self.cache: Any = None
+
+    def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+        return prompts * longest_prompt + rows * (longest_prompt + longest_response)
+
+    def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
+        """Nothing to do: what is kept grows by itself, within the cost."""
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> Tensor:
+        last: list[Tensor] = [torch.empty(0)] * len(prompts)
+        kept: list[list[_Layer]] = [[] for _ in prompts]
+        experts: dict[int, np.ndarray] = {}
+        for batch in self.decoder.equal_batches([len(prompt) for prompt in prompts]):
+            cache = self.decoder.whole_cache()
+            wanted = any(readers[i] is not None for i in batch)
+            logits = self.decoder.cached_forward([prompts[i] for i in batch], cache, last_only=not wanted)
+            layers = [_read(layer) for layer in cache.layers]
+            for place, i in enumerate(batch):
+                last[i] = logits[place, -1].float()
+                if self.decoder.experts is not None:
+                    experts[i] = self.decoder.experts[place]
+                kept[i] = [layer.rows(slice(place, place + 1), len(prompts[i])) for layer in layers]
+                if (reader := readers[i]) is not None:
+                    reader(0, logits[place])
+        self.prompts.extend(kept)
+        self._prompt_experts += [experts[i] for i in sorted(experts)]
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, [len(prompt) for prompt in prompts]]).astype(np.int64)
+        return torch.stack(last)
+
+    def lengths(self) -> np.ndarray:
+        """Positions of each row, prompt and response."""
+        return self.prompt_lengths[self.prompt_of_row] + self.response_lengths
+
+    def enter(self, prompt_of_row: np.ndarray) -> None:
+        super().enter(prompt_of_row)
+        longest = int(self.lengths().max())
+        running = [_read(layer) for layer in self.cache.layers] if self.cache is not None else None
+        self.cache = self.decoder.whole_cache()
+        prompts = np.unique(prompt_of_row)
+        at = torch.from_numpy(np.searchsorted(prompts, prompt_of_row)).to(self.decoder.device)
+        for number, layer in enumerate(self.cache.layers):
+            read = [self.prompts[prompt][number] for prompt in prompts]
+            before = [running[number]] if running is not None else []
+            keys = _stacked([one.keys for one in before], [one.keys for one in read], at, longest)
+            states = {}
+            for name, like in read[0].states.items():
+                new = torch.cat([one.states[name] for one in read])[at]
+                states[name] = torch.cat([*(one.states[name] for one in before), new])
+                if states[name].shape[1:] != like.shape[1:]:
+                    raise NotImplementedError(f"states of shapes {states[name].shape} and {like.shape} are no rows of one batch")
+            _write(layer, _Layer(keys, states))
+
+    def decode(self, tokens: np.ndarray) -> Tensor:
+        lengths = torch.from_numpy(self.lengths())
+        longest = int(lengths.max())
+        mask = (torch.arange(longest + 1) >= longest - lengths[:, None]).long() if self.decoder.layers.keeping_keys else None
+        logits = self.decoder.padded_forward(torch.from_numpy(tokens)[:, None], mask, lengths[:, None], self.cache, last_only=True)
+        self._note_experts(self.decoder.experts)
+        self.response_lengths = self.response_lengths + 1
+        return logits[:, -1]
+
+    def _move_rows(self, source: np.ndarray) -> None:
+        if not len(source):
+            self.cache = None
+            return
+        if self.cache is None:
+            return
+        longest = int(self.lengths()[source].max())
+        index = torch.from_numpy(source).to(self.decoder.device)
+        kept = [_read(layer).rows(index, longest) for layer in self.cache.layers]
+        self.cache = self.decoder.whole_cache()
+        for layer, rows in zip(self.cache.layers, kept, strict=True):
+            _write(layer, rows)
+
+    def _move_prompts(self, source: np.ndarray) -> None:
+        self.prompts = [self.prompts[slot] for slot in source]
+
+
+def _stacked(before: Sequence[Any], read: Sequence[Any], at: Tensor, longest: int) -> tuple[Tensor, Tensor] | None:
+    """Keys and values of running rows, and below them those of prompts for each new row, padded on the left to `longest`."""
+    if read[0] is None:
+        return None
+    found = []
+    for which in (0, 1):
+        running = [pair[which] for pair in before]
+        like = read[0][which]
+        merged = like.new_zeros(sum(map(len, running)) + len(at), like.shape[1], longest, like.shape[3])
+        for tensor in running:
+            merged[: len(tensor), :, longest - tensor.shape[2] :] = tensor
+        first = len(merged) - len(at)
+        for number, pair in enumerate(read):
+            source = pair[which]
+            merged[first + torch.nonzero(at == number)[:, 0], :, longest - source.shape[2] :] = source
+        found.append(merged)
+    return found[0], found[1]
+
+
+def _states(layer: Any) -> Iterator[tuple[str, int]]:
+    """The states that a layer of a cache may hold: kind and number."""
+    for kind in ("conv", "recurrent"):
+        for number in getattr(layer, f"{kind}_states", None) or {}:
+            yield kind, number
+
+
+def _read(layer: Any) -> _Layer:
+    """What a layer of a cache holds. NotImplementedError where that is nothing that is known here."""
+    states = {(kind, i): getattr(layer, f"{kind}_states")[i] for kind, i in _states(layer)}
+    known = {name: state for name, state in states.items() if isinstance(state, Tensor)}
+    keys = getattr(layer, "keys", None)
+    if not isinstance(keys, Tensor) or keys.dim() != 4:
+        return _Layer(None, known)
+    if type(layer).__name__ not in ("DynamicLayer", "LinearAttentionAndFullAttentionLayer"):
+        raise NotImplementedError(f"a layer of the cache is a {type(layer).__name__}, which holds more than keys and values")
+    return _Layer((keys, layer.values), known)
+
+
+def _write(layer: Any, rows: _Layer) -> None:
+    """Fills an empty layer of a cache."""
+    if rows.keys is not None:
+        layer.update(*rows.keys)
+    for (kind, number), state in rows.states.items():
+        getattr(layer, f"{kind}_states")[number] = state
+        getattr(layer, f"is_{kind}_states_initialized")[number] = True
+        layer.has_previous_state[number] = True
+        if kind == "conv":
+            layer.conv_kernel_size[number] = state.shape[-1]
+        layer.dtype, layer.device = state.dtype, state.device

@@ -1,0 +1,190 @@
+"""The hand-written forward of the Llama family: what does the arithmetic for `decoder_fast`, and for its cache as it decodes.
+
+Fused qkv and gate-up matrices, rotary tables computed once, no module calls.
+Shapes: N rows (or B prompts of T positions), E hidden width, H heads, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl.sampler import cpu_kernels
+from rl.sampler.cache import LogitsReader
+from rl.sampler.cpu_kernels import CpuKernels
+from rl.sampler.decoder import prompt_batches
+from rl.sampler.weights import HeadProjection, Projection, ProjectionSpec, Weights
+
+_PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
+_LOGITS_AT_ONCE = 1 << 25  # numbers of a slice of prompt logits shown to a reader
+
+# Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values; attention output [.., H * D].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms' weights); the same.
+AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
+KeepPrompt = Callable[[int, list[int], Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Buffer keys of one layer."""
+
+    qkv: ProjectionSpec
+    out: ProjectionSpec
+    gate_up: ProjectionSpec
+    down: ProjectionSpec
+    norm_in: str
+    norm_mlp: str
+    norm_qk: str | None  # weights of the query norm and the key norm, one below the other
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What does not change between versions of the weights."""
+
+    layers: tuple[LayerSpec, ...]
+    embed: str
+    embed_adapter: tuple[str, str, float] | None  # A [R, V], B [E, R], scale
+    norm: str
+    head: ProjectionSpec
+    heads: int
+    key_heads: int
+    head_width: int
+    eps: float
+    inv_freq: Tensor  # [D / 2] float32
+    rope_scale: float
+    vocab_size: int
+    max_positions: int | None
+
+
+class Layer:
+    """A layer's tensors, looked up once."""
+
+    __slots__ = ("down", "gate_up", "norm_in", "norm_mlp", "norm_qk", "out", "qkv")
+
+    def __init__(self, spec: LayerSpec, buffers: dict[str, Tensor]):
+        self.qkv, self.out = Projection(spec.qkv, buffers), Projection(spec.out, buffers)
+        self.gate_up, self.down = Projection(spec.gate_up, buffers), Projection(spec.down, buffers)
+        self.norm_in, self.norm_mlp = buffers[spec.norm_in], buffers[spec.norm_mlp]
+        self.norm_qk = buffers[spec.norm_qk] if spec.norm_qk else None
+
+
+class FastForward:
+    """One version of the weights and the forward over them; nothing is remembered between calls but rotary tables."""
+
+    def __init__(self, architecture: Architecture, weights: Weights):
+        self.architecture, self.weights = architecture, weights
+        self.vocab_size, self.max_positions = architecture.vocab_size, architecture.max_positions
+        buffers = weights.buffers
+        self.embed_VE = buffers[architecture.embed]
+        self.device, self.dtype = self.embed_VE.device, self.embed_VE.dtype
+        self.layers = [Layer(spec, buffers) for spec in architecture.layers]
+        self.norm_E = buffers[architecture.norm]
+        self.head = HeadProjection(architecture.head, buffers)
+        kinds = [0] * architecture.heads + [1] * architecture.key_heads
+        self._head_kind = torch.tensor(kinds, device=self.device)
+        self._rope = torch.empty(2, 0, architecture.head_width)
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        self.cpu_kernels = cpu_kernels.load() if on_cpu else None
+
+    def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [.., 1, D] at `positions`, all of which are below `length`; see `rotate`."""
+        cos, signed_sin = self.rope_table(length)
+        return cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2)
+
+    def rope_table(self, length: int) -> Tensor:
+        """Cosines and signed sines of `length` positions or more, [2, positions, D]."""
+        if length > self._rope.shape[1]:
+            a = self.architecture
+            angles = torch.outer(torch.arange(max(length, 2 * self._rope.shape[1], 256)).float(), a.inv_freq)
+            cos, sin = angles.cos() * a.rope_scale, angles.sin() * a.rope_scale
+            self._rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(self.device, self.dtype)
+        return self._rope
+
+    def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Last hidden states [.., E], after the final norm."""
+        a = self.architecture
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(self.rms(x, layer.norm_in)).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+            qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
+            if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
+                qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
+            q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
+            x = layer.out(attend(i, q, k, v)).add_(x)
+            gate, up = layer.gate_up(self.rms(x, layer.norm_mlp)).chunk(2, dim=-1)
+            x = layer.down(F.silu(gate).mul_(up)).add_(x)
+        return self.rms(x, self.norm_E)
+
+    def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep) -> Tensor:
+        """`forward` for one token a row on a CPU, with what lies between the matrix products done by `kernels`."""
+        eps = self.architecture.eps
+        x = self.embed(ids_N)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps))
+            x = layer.out(attend(i, qkv, layer.norm_qk)).add_(x)
+            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps))
+            x = layer.down(kernels.silu_mul(gate_up)).add_(x)
+        return kernels.rms_norm(x, self.norm_E, eps)
+
+    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.architecture.eps)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.embed_VE)
+        if self.architecture.embed_adapter is not None:
+            a_key, b_key, scale = self.architecture.embed_adapter
+            low = F.embedding(ids, self.weights.buffers[a_key].T)
+            x = x + (F.linear(low, self.weights.buffers[b_key]) * scale).to(x.dtype)
+        return x
+
+    def forward_prompts(
+        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None], keep: KeepPrompt | None
+    ) -> Tensor:
+        """Read prompts, padded on the right where their lengths differ (what comes later is not seen). Last logits [P, V].
+
+        `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store.
+        """
+        logits_PV = torch.empty(len(prompts), self.vocab_size, dtype=torch.float32, device=self.device)
+        for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
+            longest = len(prompts[batch[0]])
+            ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
+            rope = self.rope(torch.arange(longest, device=self.device), longest)
+            hidden = self.forward(ids, rope, self._prompt_attention(batch, keep))
+            last = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
+            rows = torch.arange(len(batch), device=self.device)
+            logits_PV[torch.tensor(batch, device=self.device)] = self.head(hidden[rows, last]).float()
+            for row, i in enumerate(batch):
+                self._show(readers[i], hidden[row, : len(prompts[i])])
+        return logits_PV
+
+    def _show(self, reader: LogitsReader | None, hidden_TE: Tensor) -> None:
+        """The logits of a prompt to its reader, a bounded slice at a time."""
+        if reader is None:
+            return
+        step = max(_LOGITS_AT_ONCE // self.vocab_size, 1)
+        for start in range(0, len(hidden_TE), step):
+            reader(start, self.head(hidden_TE[start : start + step]))
+
+    def _prompt_attention(self, batch: list[int], keep: KeepPrompt | None) -> Attend:
+        repeat = self.architecture.heads // self.architecture.key_heads
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
+            if keep is not None:
+                keep(layer, batch, k, v)
+            if repeat > 1:
+                k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+        return attend
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [.., H, D]: halves (a, b) become (a cos - b sin, b cos + a sin)."""
+    cos, signed_sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)

@@ -1,0 +1,87 @@
+"""Requests on their way through the engine, and how many tokens one may draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from rl.sampler.cache import DecodeState
+from rl.sampler.decoder import Decoder, check_length
+from rl.sampler.prompt_logprobs import PromptReader
+from rl.sampler.requests import Request
+from rl.types import SampledSequence, SampleResponse
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way. `max_tokens` is resolved; `entered` samples have a row or are done; `left` have not ended."""
+
+    request_id: int
+    request: Request
+    max_tokens: int
+    stop_row: int
+    stop_strings: tuple[str, ...]
+    key: tuple  # requests with equal keys share their prompt
+    left: int
+    begun: int = 0  # tokens drawn before it was added; they are read with the prompt
+    entered: int = 0
+    shares: bool = False  # its prompt had been read for another request
+    sequences: list[SampledSequence | None] = field(default_factory=list)
+    reader: PromptReader | None = None
+
+    def say_of_prompt(self, response: SampleResponse) -> None:
+        """What was asked about the prompt's own tokens."""
+        if self.reader is not None and self.request.include_prompt_logprobs:
+            response.prompt_logprobs = list(self.reader.logprobs)
+        if self.reader is not None and self.request.topk_prompt_logprobs > 0:
+            response.topk_prompt_logprobs = list(self.reader.topk_logprobs)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt in the cache: the logits after its last token, and what was read of its own tokens.
+
+    `conversation`: whose turns it holds, for the next one (no logits then); `tokens`: what they are.
+    """
+
+    key: tuple
+    logits_V: Tensor
+    reader: PromptReader | None
+    conversation: str | None = None
+    tokens: tuple[int, ...] = ()
+
+
+class Limits(Protocol):
+    """An engine, as far as its limits go."""
+
+    decoder: Decoder
+    max_context: int | None
+    kv_cache_tokens: int
+
+
+def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: int | None) -> int:
+    """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the context.
+
+    ValueError where a prompt of that length, or what is to be drawn, can never fit.
+    """
+    switch = limits.decoder.length_switch
+    if max_tokens is None:
+        if limits.max_context is None:
+            raise ValueError("max_tokens=None goes up to the context limit, and the model has none: set one of the two")
+        most = [limit for limit in (limits.max_context, switch.most(prompt) if switch else None) if limit is not None]
+        max_tokens = max(min(most) + 1 - prompt, 0)
+    if limits.max_context is not None and prompt + max(max_tokens, 1) - 1 > limits.max_context:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the context of {limits.max_context} tokens: "
+            "shorten the prompt, lower max_tokens, or raise max_context up to the model's own limit"
+        )
+    check_length(limits.decoder, prompt, prompt + max(max_tokens, 1) - 1)
+    cost = state.cost(1, prompt, 1, max_tokens - 1)
+    if cost > limits.kv_cache_tokens:
+        raise ValueError(
+            f"one sample of a {prompt}-token prompt with max_tokens={max_tokens} takes {cost} tokens of KV cache, "
+            f"kv_cache_tokens is {limits.kv_cache_tokens}: raise kv_cache_tokens or lower max_tokens"
+        )
+    return max_tokens

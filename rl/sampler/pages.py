@@ -1,0 +1,160 @@
+"""Who holds which page of the cache: a pool with counts of references, and the tables of prompts and rows.
+
+A row's table covers its prompt and its response, position by position. Rows of one prompt share its pages; the page that the prompt
+ends in is copied by each row at its first write, but for the last one that holds it, which writes in place. A prompt without rows
+holds its pages itself. So every page but one a row is full, whatever lengths there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class OutOfPages(Exception):
+    """Nothing is free; the caller lets rows wait."""
+
+
+class PagePool:
+    """Pages 0..count-1. A page is free where nobody holds it."""
+
+    def __init__(self, count: int):
+        self.held = [0] * count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        if not self._free:
+            raise OutOfPages
+        page = self._free.pop()
+        self.held[page] = 1
+        return page
+
+    def share(self, pages: list[int]) -> list[int]:
+        for page in pages:
+            self.held[page] += 1
+        return list(pages)
+
+    def release(self, pages: list[int]) -> None:
+        for page in pages:
+            self.held[page] -= 1
+            if self.held[page] == 0:
+                self._free.append(page)
+
+
+@dataclass(slots=True)
+class PromptPages:
+    """A prompt's tokens and, while no row answers it, its pages."""
+
+    length: int
+    pages: list[int] = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class RowPages:
+    """A row's table; `length` positions of it are written."""
+
+    prompt: PromptPages
+    length: int
+    pages: list[int] = field(default_factory=list)
+
+
+class Tables:
+    """The tables of a running batch over one pool, in the slots of its state."""
+
+    def __init__(self, pages: int, size: int):
+        self.pool, self.size = PagePool(pages), size
+        self.prompts: list[PromptPages] = []
+        self.rows: list[RowPages] = []
+
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.size)
+
+    def add_prompt(self, length: int) -> PromptPages:
+        """A prompt after the present ones, with pages to be written."""
+        prompt = PromptPages(length, self._several(self.pages_for(length)))
+        self.prompts.append(prompt)
+        return prompt
+
+    def _several(self, count: int) -> list[int]:
+        if count > self.pool.free:
+            raise OutOfPages
+        return [self.pool.take() for _ in range(count)]
+
+    def add_row(self, slot: int) -> RowPages:
+        """A row after the present ones that answers the prompt in the slot."""
+        prompt = self.prompts[slot]
+        if prompt.rows == 0:  # from now on its rows hold the pages
+            row = RowPages(prompt, prompt.length, prompt.pages)
+            prompt.pages = []
+        else:
+            other = next(row for row in self.rows if row.prompt is prompt)
+            row = RowPages(prompt, prompt.length, self.pool.share(other.pages[: self.pages_for(prompt.length)]))
+        prompt.rows += 1
+        self.rows.append(row)
+        return row
+
+    def add_whole(self, slot: int, length: int) -> RowPages:
+        """A row that goes on after it waited: `length` positions, to be written anew into pages of its own."""
+        prompt = self.prompts[slot]
+        row = RowPages(prompt, length, self._several(self.pages_for(length)))
+        if prompt.rows == 0:
+            self.pool.release(prompt.pages)
+            prompt.pages = []
+        prompt.rows += 1
+        self.rows.append(row)
+        return row
+
+    def needed(self) -> int:
+        """Pages that the next token of every row takes."""
+        new, writers = 0, dict[int, int]()
+        for row in self.rows:
+            at = row.length // self.size
+            if at == len(row.pages):
+                new += 1
+            else:
+                writers[row.pages[at]] = writers.get(row.pages[at], 0) + 1
+        return new + sum(min(count, self.pool.held[page] - 1) for page, count in writers.items())
+
+    def make_room(self, row: RowPages) -> tuple[int, int, tuple[int, int] | None]:
+        """(page, place in it) of the row's next position, and (from, to) where a page has to be copied first."""
+        at, place = divmod(row.length, self.size)
+        copy = None
+        if at == len(row.pages):
+            row.pages.append(self.pool.take())
+        elif self.pool.held[row.pages[at]] > 1:
+            mine = self.pool.take()
+            copy = (row.pages[at], mine)
+            self.pool.release([row.pages[at]])
+            row.pages[at] = mine
+        row.length += 1
+        return row.pages[at], place, copy
+
+    def drop_row(self, row: RowPages) -> None:
+        """Before its slot goes: the last row of a prompt gives the prompt's pages back to it."""
+        prompt = row.prompt
+        prompt.rows -= 1
+        if prompt.rows == 0:
+            prompt.pages = self.pool.share(row.pages[: self.pages_for(prompt.length)])
+        self.pool.release(row.pages)
+        row.pages = []
+
+    def drop_prompt(self, prompt: PromptPages) -> None:
+        self.pool.release(prompt.pages)
+        prompt.pages = []
+
+    def shared_pages(self) -> list[tuple[list[int], list[int]]]:
+        """(rows, full pages) of each group of rows whose tables begin with the same pages: these are read once for all of them."""
+        groups: dict[int, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            if row.prompt.rows > 1 and row.prompt.length >= self.size:
+                groups.setdefault(row.pages[0], []).append(i)
+        found = []
+        for rows in groups.values():
+            full = self.rows[rows[0]].prompt.length // self.size
+            if len(rows) > 1:
+                found.append((rows, self.rows[rows[0]].pages[:full]))
+        return found

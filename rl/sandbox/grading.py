@@ -1,0 +1,167 @@
+"""A candidate's tests, style by style: verdicts as (passed, reason), one after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl.errors import UserError
+from rl.sandbox.compare import COMPARERS
+from rl.sandbox.inside import values
+from rl.sandbox.languages import LANGUAGES, command_of
+from rl.sandbox.launch import PACKAGES
+from rl.sandbox.results import Limits
+from rl.sandbox.slots import Job
+from rl.sandbox.styles import Asserts, Calls, Compare, Dialogues, Pytest, Tests
+
+Verdict = tuple[bool, str]
+_BUILD_SECONDS = 30.0
+_IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
+
+
+def count_of(tests: Tests) -> int:
+    if isinstance(tests, Asserts):
+        return len(tests.asserts)
+    if isinstance(tests, Pytest):
+        return 0  # as many as pytest finds
+    return len(tests.cases)
+
+
+def verdicts(job: Job, tests: Tests, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
+    """Of all tests, in their order; fewer after an early stop."""
+    if isinstance(tests, Asserts):
+        return asserts(job, tests, limits, early_stop)
+    if isinstance(tests, Dialogues):
+        return dialogues(job, tests, limits)
+    if isinstance(tests, Calls):
+        return calls(job, tests, limits)
+    return pytest(job, tests, limits, early_stop)
+
+
+def case(language: str, stdin: str, limits: Limits, clean: bool = False) -> dict[str, Any]:
+    """The message that runs a program once."""
+    about = LANGUAGES[language]
+    message: dict[str, Any] = {"do": "case", "mode": "script", "stdin": stdin, "wall_s": limits.wall_s, "clean": clean}
+    if about.start:
+        argv = [word.replace("{tool}", command_of(language)) for word in about.start]
+        message |= {"mode": "exec", "argv": argv, "address_space": about.address_space, "environment": about.environment}
+    return message
+
+
+def build(job: Job, language: str, limits: Limits) -> dict[str, Any] | None:
+    """Compiles where the language is compiled. The reply where that failed."""
+    about = LANGUAGES[language]
+    if not about.build:
+        return None
+    argv = [word.replace("{tool}", command_of(language)) for word in about.build]
+    message = {**case(language, "", limits), "argv": argv, "address_space": False, "wall_s": _BUILD_SECONDS}
+    reply = job.ask(message, _BUILD_SECONDS)
+    return None if reply["code"] == 0 and not reply["by"] else reply
+
+
+def dialogues(job: Job, tests: Dialogues, limits: Limits) -> Iterator[Verdict]:
+    built = build(job, tests.language, limits)
+    until = time.monotonic() + limits.total_s
+    for number, (stdin, expected) in enumerate(tests.cases):
+        if built is not None:
+            yield False, f"load: it does not compile: {built['stderr'][:300]}"
+        elif time.monotonic() >= until:
+            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+        else:
+            reply = job.ask(case(tests.language, stdin, limits, clean=number > 0), limits.wall_s)
+            yield _ended(reply, limits) or compared(tests.compare, reply["stdout"], expected)
+
+
+def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
+    until = time.monotonic() + limits.total_s
+    for arguments, expected in tests.cases:
+        if time.monotonic() >= until:
+            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            continue
+        request: dict[str, Any] = {"do": "call", "name": tests.function}
+        try:
+            if isinstance(arguments, Mapping):
+                request["named"] = {str(key): values.encode(item) for key, item in arguments.items()}
+            else:
+                request["arguments"] = [values.encode(item) for item in arguments]
+        except values.NotPlain as error:
+            raise UserError(f"arguments of {tests.function} are plain data (numbers, texts, lists, ...): {error}") from error
+        reply = job.ask({"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s)
+        ended = _ended(reply, limits, serving=True)
+        yield ended if ended is not None else _answered(reply["reply"], tests.compare, expected)
+
+
+def _answered(reply: dict[str, Any], compare: Compare, expected: Any) -> Verdict:
+    if "raised" in reply:
+        return False, f"error: {str(reply['raised'][-1])[:300]}"
+    try:
+        value = values.decode(reply.get("value"))
+    except (ValueError, TypeError, RecursionError) as error:
+        return False, f"wrong: no plain data ({str(error)[:200]})"
+    return compared(compare, value, expected)
+
+
+def compared(compare: Compare, value: Any, expected: Any) -> Verdict:
+    """A custom comparer may raise on what it does not expect: that is a failed test."""
+    if isinstance(compare, str):
+        ok = COMPARERS[compare](value, expected)
+    else:
+        try:
+            ok = bool(compare(value, expected))
+        except Exception as error:  # boundary: the caller's own function
+            return False, f"error: the comparer: {type(error).__name__}: {error}"
+    return (True, "ok") if ok else (False, f"wrong: {str(value)[:200]!r}")
+
+
+def _ended(reply: dict[str, Any], limits: Limits, serving: bool = False) -> Verdict | None:
+    """The verdict where a program did not come to the end that a test needs."""
+    if "ended" not in reply:
+        return None
+    by = reply["by"]
+    if by == "load":
+        return False, f"load: {reply.get('text', '')}"
+    if by:
+        said = {"timeout": f"longer than {limits.wall_s:g} s", "memory": f"more than {limits.memory_mb} MB"}.get(by, "")
+        return False, f"{by}: {said}"
+    if reply["signal"] is not None:
+        return False, f"signal: {reply['signal']}"
+    if serving:
+        return False, "exit: it ended itself"
+    if reply["code"] != 0:
+        return False, f"error: exit code {reply['code']}: {reply['stderr'][-300:]}"
+    return None
+
+
+def asserts(job: Job, tests: Asserts, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
+    """A tester goes on until one of the two processes is lost, then another takes the next test."""
+    until = time.monotonic() + limits.total_s
+    owned = [tests.entry_point] if tests.entry_point is not None else []
+    message = {"do": "tests", "setup": tests.setup, "tests": list(tests.asserts), "entries": tests.entries(), "owned": owned,
+               "early_stop": early_stop}  # fmt: skip
+    done, count = 0, len(tests.asserts)
+    while done < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            done += 1
+            continue
+        reply = job.ask({**message, "from": done, "wall_s": limits.wall_s, "total_s": left}, left)
+        for ok, why in reply["verdicts"]:
+            yield bool(ok), str(why)
+        done += len(reply["verdicts"])
+        if reply["by"] and done < count:  # the test after the last verdict is the one that ended it
+            by = "" if reply["by"] == "tester" else reply["by"]
+            yield _ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict")
+            done += 1
+
+
+def pytest(job: Job, tests: Pytest, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
+    """As many verdicts as there are test functions. A candidate that is lost fails the tests that are left."""
+    message = {"do": "tests", "files": dict(tests.files), "module": tests.module, "packages": PACKAGES, "early_stop": early_stop}
+    reply = job.ask({**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s}, limits.total_s)
+    for ok, why in reply["verdicts"]:
+        yield bool(ok), str(why)
+    if reply["by"]:
+        by = "" if reply["by"] == "tester" else reply["by"]
+        yield _ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict")

@@ -1,0 +1,263 @@
+"""The process that runs the program. What it holds the program may read, what it says is a claim: values, never a verdict."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import io
+import linecache
+import os
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from rl.sandbox.inside import frames, values
+
+FILE = "main.py"
+_LOAD_FAILED, _EXITED = "load", "exit"
+
+
+def fresh_streams() -> None:
+    """Streams for the descriptors 0, 1 and 2 as a new interpreter has them."""
+    source = io.BufferedReader(io.FileIO(0, closefd=False))
+    streams = {
+        "stdin": io.TextIOWrapper(source, encoding="utf-8", errors="surrogateescape"),
+        "stdout": _writer(1, "surrogateescape"),
+        "stderr": _writer(2, "backslashreplace", line_buffering=True),
+    }
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _writer(descriptor: int, errors: str, line_buffering: bool = False) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=line_buffering)
+
+
+def prepare(name: str, source: str) -> types.ModuleType:
+    """An empty module `name` in the place of what this interpreter ran so far."""
+    for key in [key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")]:
+        del sys.modules[key]
+    sys.path.insert(0, os.getcwd())
+    sys.argv = [FILE]
+    sys.set_int_max_str_digits(0)
+    module = types.ModuleType(name)
+    module.__file__ = os.path.join(os.getcwd(), FILE)
+    module.__dict__["__builtins__"] = builtins
+    sys.modules[name] = module
+    linecache.cache[module.__file__] = (len(source), None, source.splitlines(True), module.__file__)
+    return module
+
+
+def run_script(source: str) -> int:
+    """As `python main.py`: its exit code."""
+    module = prepare("__main__", source)
+    code = 0
+    try:
+        exec(compile(source, module.__file__ or FILE, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as exit:
+        code = _exit_code(exit)
+    except BaseException:
+        code = 1
+        _print_traceback()
+    return finish(code)
+
+
+def finish(code: int) -> int:
+    """What an interpreter does at its end."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        atexit._run_exitfuncs()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BaseException:
+        code = code or 1
+        _print_traceback()
+    return code
+
+
+def _exit_code(exit: SystemExit) -> int:
+    if exit.code is None or isinstance(exit.code, int):
+        return (exit.code or 0) & 0xFF
+    print(exit.code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback() -> None:
+    kind, error, trace = sys.exc_info()
+    try:
+        traceback.print_exception(kind, error, trace.tb_next if trace is not None else None)
+        sys.stderr.flush()
+    except BaseException:
+        pass
+
+
+class Server:
+    """Answers requests about one program's objects: calls, attributes, items, iteration. References are numbers of this table."""
+
+    def __init__(self, source: str, requests: int, replies: int, longest: int):
+        self.source, self.requests, self.replies, self.longest = source, requests, replies, longest
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.space: dict[str, Any] = {}
+
+    def serve(self) -> int:
+        """Loads the program, says how that went, answers until the other end is closed."""
+        failed = self._load()
+        frames.send(self.replies, {"failed": failed} if failed else {"loaded": True})
+        try:
+            while not failed:
+                frames.send(self.replies, self._answer(frames.receive(self.requests)))
+        except frames.Ended:
+            pass
+        return 0
+
+    def _load(self) -> list[str] | None:
+        module = prepare("solution", self.source)
+        self.space = module.__dict__
+        try:
+            exec(compile(self.source, module.__file__ or FILE, "exec", dont_inherit=True), self.space)
+        except SystemExit:
+            return [_EXITED, "the program ended itself while it was loaded"]
+        except BaseException as error:
+            return [_LOAD_FAILED, _describe(error)]
+        return None
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            result, arguments = self._do(request)
+            reply = {"id": request.get("id"), "value": values.encode(result, self.refer)}
+            if result is None and arguments is not None:  # a function that returns nothing may have changed what it was given
+                reply["arguments"] = [values.encode(item, self.refer) for item in arguments]
+            return reply
+        except SystemExit:
+            return {"id": request.get("id"), "raised": ["SystemExit", [], _EXITED]}
+        except BaseException as error:
+            return {"id": request.get("id"), "raised": [*_family(error), _describe(error)]}
+
+    def _do(self, request: dict[str, Any]) -> tuple[Any, list[Any] | None]:
+        verb = request["do"]
+        if verb == "find":
+            return self._find(request["name"]), None
+        if verb == "session":
+            return run_cell(request["code"], self.space), None
+        target = self.objects[request["of"]] if request.get("of") is not None else None
+        arguments = [values.decode(item, self.referent) for item in request.get("arguments", [])]
+        named = {key: values.decode(item, self.referent) for key, item in request.get("named", {}).items()}
+        if verb == "call":
+            function = target if target is not None else self._function(request["name"])
+            return function(*arguments, **named), arguments
+        return _VERBS[verb](target, *arguments), None
+
+    def _find(self, name: str) -> Any:
+        if name not in self.space:
+            raise NameError(f"name {name!r} is not defined")
+        return self.space[name]
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        """By its name, with dots for attributes; one that only a class Solution has is its method."""
+        first, *rest = name.split(".")
+        if first not in self.space and "Solution" in self.space:
+            found = getattr(self.space["Solution"](), first)
+        else:
+            found = self._find(first)
+        for part in rest:
+            found = getattr(found() if isinstance(found, type) else found, part)
+        return found
+
+    def refer(self, value: Any) -> list[Any]:
+        number = self.numbers.get(id(value))
+        if number is None:
+            number = self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        of = type(value)
+        kind = "class" if isinstance(value, type) else "object"
+        return [number, kind, getattr(value, "__name__", "") if kind == "class" else of.__name__, _family_of(value), callable(value)]
+
+    def referent(self, number: Any, *_: Any) -> Any:
+        if isinstance(number, int):
+            return self.objects[number]
+        return self._callback(str(number))
+
+    def _callback(self, name: str) -> Callable[..., Any]:
+        """A function of the tester: called there."""
+
+        def call(*arguments: Any) -> Any:
+            frames.send(self.replies, {"call": name, "arguments": [values.encode(item, self.refer) for item in arguments]})
+            while True:
+                message = frames.receive(self.requests)
+                if "returned" in message:
+                    return values.decode(message["returned"], self.referent)
+                if "raised" in message:
+                    raise RuntimeError(message["raised"])
+                frames.send(self.replies, self._answer(message))
+
+        return call
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:300]
+    except BaseException:
+        return type(error).__name__[:100]
+
+
+def _family(error: BaseException) -> list[Any]:
+    names = [of.__name__ for of in type(error).__mro__]
+    return [names[0], names[1:]]
+
+
+def _family_of(value: Any) -> list[str]:
+    """The names of the exceptions that a class of exceptions descends from."""
+    if isinstance(value, type) and issubclass(value, BaseException):
+        return [of.__name__ for of in value.__mro__[1:]]
+    return []
+
+
+def run_cell(code: str, space: dict[str, Any]) -> str | None:
+    """One turn of a session: run in `space`, the repr of a last expression; a traceback goes to stderr."""
+    space["__name__"] = "__main__"
+    try:
+        tree = ast.parse(code)
+        last = tree.body[-1] if tree.body else None
+        if not isinstance(last, ast.Expr):
+            exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
+            return None
+        tree.body.pop()
+        exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
+        value = eval(compile(ast.Expression(last.value), "<turn>", "eval", dont_inherit=True), space)
+        return None if value is None else repr(value)
+    except SystemExit:
+        raise
+    except BaseException:
+        _print_traceback()
+        return None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+_VERBS: dict[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "set": lambda target, name, value: setattr(target, name, value),
+    "delete": lambda target, name: delattr(target, name),
+    "item": lambda target, key: target[key],
+    "put": lambda target, key, value: target.__setitem__(key, value),
+    "remove": lambda target, key: target.__delitem__(key),
+    "length": len,
+    "list": list,
+    "iterate": iter,
+    "next": next,
+    "text": str,
+    "repr": repr,
+    "same": lambda target, other: bool(target == other),
+    "less": lambda target, other: bool(target < other),
+    "contains": lambda target, item: bool(item in target),
+    "truth": bool,
+    "is a": lambda target, of: isinstance(target, of),
+}

@@ -1,0 +1,204 @@
+"""The first process of a run's own namespaces: starts the candidate when the monitor says so, takes away what it leaves behind.
+
+It knows neither the nonce nor what is expected, so a fork of it holds nothing worth reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import tempfile
+from typing import Any
+
+from rl.sandbox.inside import candidate, frames, landlock, seccomp, walls
+
+HOME = "/tmp"
+_NICE = 5  # so that the monitor gets its turn beside many busy processes
+
+
+def serve(monitor: socket.socket, up: set[str], user: int, group: int) -> None:
+    """Does what the monitor says until it closes. Never returns."""
+    code, init = 1, None
+    try:
+        walls.die_with_parent()
+        walls.settle(up, user, group)
+        if "pid" not in up:
+            walls.adopt_orphans()
+        init = Init(monitor, up)
+        init.serve()
+    except frames.Ended:
+        code = 0
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            frames.send(monitor, {"failed": f"{type(error).__name__}: {error}"})
+    finally:
+        end_all_others(up, os.getpid())
+        if init is not None and init.folder != HOME:
+            shutil.rmtree(init.folder, ignore_errors=True)
+        os._exit(code)
+
+
+class Init:
+    def __init__(self, monitor: socket.socket, up: set[str]):
+        self.monitor, self.up = monitor, up
+        self.job: dict[str, Any] = {}
+        self.folder = HOME
+
+    def serve(self) -> None:
+        while True:
+            message, fds = frames.receive_with_fds(self.monitor)
+            if message["do"] == "begin":
+                self._begin(message)
+            elif message["do"] == "clean":
+                self._clean()
+            else:
+                self._run(message, fds)
+
+    def _begin(self, job: dict[str, Any]) -> None:
+        """The job's mounts and files, before anything of it runs."""
+        self.job = job
+        limits = job["limits"]
+        walls.mount_private(self.up, int(limits["file_mb"]), int(limits["files"]))
+        if "mounts" not in self.up:
+            self.folder = tempfile.mkdtemp(prefix="run-")
+        os.chdir(self.folder)
+        if "cores" in self.up and job["cores"]:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, job["cores"])
+        self._write_files()
+        frames.send(self.monitor, {"begun": os.getpid()})
+
+    def _write_files(self) -> None:
+        for name, text in self.job["files"].items():
+            place = os.path.normpath(os.path.join(self.folder, name))
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                file.write(text)
+
+    def _clean(self) -> None:
+        """The folder as it was at the beginning, keeping what was built."""
+        keep = set(self.job.get("keep", ()))
+        for place in ([HOME, "/dev/shm"] if "mounts" in self.up else [self.folder]):
+            for entry in list(os.scandir(place)):
+                if entry.name in keep and place == self.folder:
+                    continue
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        os.unlink(entry.path)
+        self._write_files()
+        frames.send(self.monitor, {"cleaned": True})
+
+    def _run(self, message: dict[str, Any], fds: list[int]) -> None:
+        """One candidate from its start to its end, told to the monitor."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        pid = os.fork()
+        if pid == 0:
+            _become_candidate(self.job, message, fds, self.up, self.monitor.fileno())
+        for descriptor in fds:
+            os.close(descriptor)
+        frames.send(self.monitor, {"started": pid})
+        process = os.pidfd_open(pid)
+        try:
+            waiting = select.poll()
+            waiting.register(process, select.POLLIN)
+            waiting.register(self.monitor, select.POLLIN)
+            waiting.poll()
+        finally:
+            os.close(process)
+        # Either the candidate ended, or the monitor wants it to (it sends one message, and this one takes it).
+        status = end_all_others(self.up, os.getpid(), pid)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        frames.send(self.monitor, {"ended": status, "cpu_s": cpu, "memory_mb": after.ru_maxrss / 1024})
+        answer, _ = frames.receive_with_fds(self.monitor)
+        if answer["do"] == "end":  # it crossed the candidate's own end
+            frames.send(self.monitor, {"settled": True})
+
+
+def end_all_others(up: set[str], me: int, first: int | None = None) -> int:
+    """Ends all that was started below this process and waits for it. Returns the wait status of `first`, 0 where it has none."""
+    status = 0
+    if first is not None:
+        # One that has ended already keeps its own status: a later kill does not change it.
+        done, ended = os.waitpid(first, os.WNOHANG)
+        if done:
+            status, first = ended, None
+    while True:
+        try:
+            if "pid" in up:
+                if me != 1:
+                    raise RuntimeError("not the first process of a namespace")  # where -1 would be everybody
+                os.kill(-1, signal.SIGKILL)
+            else:
+                for child in below(me):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        try:
+            done, ended = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if done == first:
+            status, first = ended, None
+
+
+def below(root: int) -> list[int]:
+    """The processes that descend from `root`."""
+    found, edge = [], [root]
+    while edge:
+        pid = edge.pop()
+        with contextlib.suppress(OSError):  # one that has ended meanwhile
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    children = [int(word) for word in file.read().split()]
+                found += children
+                edge += children
+    return found
+
+
+def _become_candidate(job: dict[str, Any], message: dict[str, Any], fds: list[int], up: set[str], control: int) -> None:
+    """In the new process: give up every right, then run. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        if "cores" in up:
+            os.nice(_NICE)
+        for number, descriptor in enumerate(fds):
+            os.dup2(descriptor, 100 + number)  # out of the way first: they may lie among 0, 1 and 2
+        for number in range(len(fds)):
+            os.dup2(100 + number, number)
+        os.closerange(len(fds), 65536)
+        if "limits" in up:
+            walls.set_limits(job["limits"], address_space=message.get("address_space", True))
+        if "capabilities" in up:
+            walls.drop_capabilities()
+        if "landlock" in up:
+            landlock.confine(os.getcwd())
+        if "seccomp" in up:
+            seccomp.install(walls.libc, network="network" in up)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        candidate.fresh_streams()
+        code = _run(job, message)
+    except BaseException:
+        candidate._print_traceback()
+    finally:
+        os._exit(code)
+
+
+def _run(job: dict[str, Any], message: dict[str, Any]) -> int:
+    mode = message["mode"]
+    if mode == "script":
+        return candidate.run_script(job["program"])
+    if mode == "serve":
+        return candidate.Server(job["program"], 3, 4, job["limits"]["output_kb"] << 10).serve()
+    argv = [word.replace("{here}", os.getcwd()) for word in message["argv"]]
+    os.execve(argv[0], argv, {**os.environ, "HOME": os.getcwd(), "TMPDIR": os.getcwd(), **message.get("environment", {})})

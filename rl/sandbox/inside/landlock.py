@@ -1,0 +1,26 @@
+"""Where namespaces are refused: the file system, sockets and signals of a program fenced by Landlock, through the package sandlock."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/dev/null", "/dev/zero",
+             "/dev/urandom")  # fmt: skip
+
+
+def load(folder: str) -> None:
+    """Before the first fork: sandlock, from the folder it is installed in. Raises ImportError."""
+    sys.path.append(folder)
+    try:
+        import sandlock  # noqa: F401
+    finally:
+        sys.path.remove(folder)
+
+
+def confine(folder: str) -> None:
+    """This process and all it starts, for good: reads the system and the interpreter, writes in `folder`."""
+    sandlock: Any = sys.modules["sandlock"]
+    readable = [place for place in (*_READABLE, os.path.realpath(sys.base_prefix)) if os.path.exists(place)]
+    sandlock.confine(sandlock.Sandbox(fs_readable=readable, fs_writable=[folder]))

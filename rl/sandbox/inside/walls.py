@@ -1,0 +1,128 @@
+"""The walls around one run that the process puts up itself: namespaces, mounts, capabilities, limits (seccomp: its own file)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import signal
+from typing import Any
+
+# What stands around a candidate under bubblewrap. "user", which the next four need; what the process gives up; what the monitor and the
+# scheduler hold it to; the outer three.
+ALL = ("user", "pid", "ipc", "mounts", "proc", "capabilities", "seccomp", "limits", "watch", "cores", "network", "root", "environment")
+WITHIN_USER = ("pid", "ipc", "mounts", "proc")
+_CLONE = {"mounts": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000}
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_MS_NOSUID, _MS_NODEV, _MS_RDONLY = 2, 4, 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SUBREAPER = 1, 4, 24, 38, 36
+libc: Any = ctypes.PyDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int = 0) -> None:
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+
+
+def die_with_parent() -> None:
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    prctl(_PR_SET_SUBREAPER, 1)
+
+
+def become(user: int) -> None:
+    """From root to a user without rights, for good; /proc/self stays ours."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    prctl(_PR_SET_DUMPABLE, 1)
+
+
+def fork_into(walls: set[str]) -> int:
+    """fork() whose child is in new namespaces, those of `walls` that are such. In the child, call `settle` next."""
+    flags = sum(flag for wall, flag in _CLONE.items() if wall in walls)
+    if not flags:
+        return os.fork()
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    pid = int(libc.syscall(_SYS_CLONE[platform.machine()], ctypes.c_ulong(flags | signal.SIGCHLD), 0, 0, 0, 0))
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+    else:
+        api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"no new namespaces ({' '.join(sorted(walls & set(_CLONE)))}): {os.strerror(code)}")
+    return pid
+
+
+def settle(walls: set[str], user: int, group: int) -> None:
+    """The new user namespace's map: the same user, nobody else."""
+    if "user" in walls:
+        with contextlib.suppress(FileNotFoundError):
+            _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
+    prctl(_PR_SET_DUMPABLE, 0)
+
+
+def mount_private(walls: set[str], megabytes: int, files: int) -> None:
+    """An own /tmp and /dev/shm, which are memory and go with the run, and no /proc."""
+    if "mounts" not in walls:
+        return
+    options = f"size={megabytes}m,nr_inodes={files + 1},mode=0700"
+    for place in ("/tmp", "/dev/shm"):
+        mount(place, options)
+    if "proc" in walls:
+        mount("/proc", "size=4k,nr_inodes=1,mode=0500", _MS_RDONLY)
+
+
+def mount(place: str, options: str, flags: int = 0) -> None:
+    if libc.mount(b"tmpfs", place.encode(), b"tmpfs", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | flags), options.encode()) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"no tmpfs at {place}: {os.strerror(code)}")
+
+
+def drop_capabilities() -> None:
+    """None left, none to come."""
+    for capability in range(64):
+        if libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
+            break  # past the kernel's last one, or there is nothing to drop
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    none = (ctypes.c_uint32 * 6)()
+    if libc.capset(head, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
+    """`limits`: those of rl.sandbox.Limits. Per process; the monitor counts what a run's processes use together."""
+    memory = int(limits["memory_mb"]) << 20
+    table = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: int(limits["file_mb"]) << 20,
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_MEMLOCK: 64 << 10,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_NPROC: int(limits["processes"]) + 1,  # and init
+        resource.RLIMIT_CPU: max(1, int(limits["cpu_s"] + 0.999)),
+    }
+    if address_space:
+        table[resource.RLIMIT_AS] = memory + (64 << 20)  # what an interpreter maps before it runs anything
+    for what, most in table.items():
+        hard = resource.getrlimit(what)[1]
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
+        if what == resource.RLIMIT_CPU:
+            resource.setrlimit(what, (most, min(most + 1, hard) if hard != resource.RLIM_INFINITY else most + 1))
+        else:
+            resource.setrlimit(what, (most, most))
+
+
+def _write(place: str, text: str) -> None:
+    with open(place, "w") as file:
+        file.write(text)

@@ -1,0 +1,169 @@
+"""What a monitor sees of a run: its output as it comes, its end, and what its processes use together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+from rl.sandbox.inside import frames
+from rl.sandbox.inside.init import below
+
+_TICK = 0.02  # seconds between two counts,
+_SHARE = 10  # or so many times what the last one took, where a run has many processes
+_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+_CLOCK = os.sysconf("SC_CLK_TCK")
+_HEAD = struct.Struct("!Q")
+
+
+class Stopped(Exception):
+    """The run is at a limit. `why`: timeout, cpu, memory, processes, output, forged."""
+
+    def __init__(self, why: str):
+        super().__init__(why)
+        self.why = why
+
+
+class Gone(Exception):
+    """The caller closed its end: nobody waits for this run."""
+
+
+class Watch:
+    """`init`: says when the candidate ended. `out`, `err`: its streams, read here. `limits`: as in rl.sandbox.Limits."""
+
+    def __init__(self, init: socket.socket, caller: socket.socket, out: int, err: int, limits: dict[str, Any], root: int, counting: bool):
+        self.init, self.caller, self.out, self.err, self.limits, self.root, self.counting = init, caller, out, err, limits, root, counting
+        self.ended: dict[str, Any] | None = None
+        self.most_mb = 0.0
+        self.printed: dict[int, list[bytes]] = {out: [], err: []}
+        self.size = 0
+        self._open = [out, err]
+        self._waiting = b""
+        self._next_count = time.monotonic() + _TICK
+        self._own_mb = _resident_mb(os.getpid())
+        for descriptor in self._open:
+            os.set_blocking(descriptor, False)
+
+    def until(self, deadline: float) -> None:
+        """Returns when the candidate has ended."""
+        while self.ended is None:
+            self._attend(deadline, ())
+
+    def message(self, source: int, deadline: float) -> dict[str, Any]:
+        """The next message from the pipe `source`. Raises Stopped, frames.Ended where the candidate or the pipe ended before."""
+        longest = int(self.limits["output_kb"]) << 10
+        while True:
+            if len(self._waiting) >= _HEAD.size:
+                (size,) = _HEAD.unpack_from(self._waiting)
+                if size > longest:
+                    raise Stopped("output")
+                if len(self._waiting) >= _HEAD.size + size:
+                    body, self._waiting = self._waiting[_HEAD.size : _HEAD.size + size], self._waiting[_HEAD.size + size :]
+                    try:
+                        found = json.loads(body)
+                    except (ValueError, RecursionError):
+                        raise Stopped("forged") from None
+                    if not isinstance(found, dict):
+                        raise Stopped("forged")
+                    return found
+            if source in self._attend(deadline, (source,)):
+                part = os.read(source, 1 << 18)
+                if not part:
+                    self._settle(deadline)
+                    raise frames.Ended("the candidate closed its end")
+                self._waiting += part
+            elif self.ended is not None:
+                raise frames.Ended("the candidate ended")
+
+    def _settle(self, deadline: float) -> None:
+        """A candidate that closed its pipe has mostly ended: its status is on its way."""
+        soon = min(deadline, time.monotonic() + 0.25)
+        with contextlib.suppress(Stopped):
+            while self.ended is None:
+                self._attend(soon, ())
+
+    def _attend(self, deadline: float, sources: tuple[int, ...]) -> list[Any]:
+        """Waits for something to happen, a tick at most; reads the streams. Raises Stopped at a limit, Gone."""
+        now = time.monotonic()
+        if now >= deadline:
+            raise Stopped("timeout")
+        if self.counting and now >= self._next_count:
+            self._count()
+            took = time.monotonic() - now
+            self._next_count = now + max(_TICK, _SHARE * took)
+        waiting: list[Any] = [*self._open, self.init, self.caller, *sources]
+        ready, _, _ = select.select(waiting, [], [], max(0.0, min(deadline - now, _TICK)))
+        for descriptor in [d for d in self._open if d in ready]:
+            self._read(descriptor)
+        if self.init in ready:
+            self.ended = frames.receive(self.init)
+        if self.caller in ready:
+            raise Gone  # it says nothing while it waits, so this is its end
+        return ready
+
+    def _read(self, descriptor: int) -> None:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        if not part:
+            self._open.remove(descriptor)
+            return
+        self.printed[descriptor].append(part)
+        self.size += len(part)
+        if self.size > int(self.limits["output_kb"]) << 10:
+            raise Stopped("output")
+
+    def drain(self) -> None:
+        """What lies in the pipes still."""
+        while self._open:
+            ready, _, _ = select.select(self._open, [], [], 0)
+            if not ready:
+                return
+            try:
+                for descriptor in ready:
+                    self._read(descriptor)
+            except Stopped:
+                return
+
+    def take(self) -> tuple[str, str]:
+        """Output and errors since the last time."""
+        out, err = (b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err))
+        self.printed = {self.out: [], self.err: []}
+        self.size = 0
+        return out, err
+
+    def close(self) -> None:
+        for descriptor in (self.out, self.err):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def over_cpu(self, seconds: float) -> bool:
+        return seconds >= float(self.limits["cpu_s"])
+
+    def _count(self) -> None:
+        processes, memory, cpu = 0, 0.0, 0.0
+        for pid in below(self.root):
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rsplit(")", 1)[1].split()
+                processes += 1
+                cpu += (int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])) / _CLOCK
+                memory += max(0.0, int(fields[21]) * _PAGE_MB - self._own_mb)
+        self.most_mb = max(self.most_mb, memory)
+        if memory > float(self.limits["memory_mb"]):
+            raise Stopped("memory")
+        if processes > int(self.limits["processes"]):
+            raise Stopped("processes")
+        if self.over_cpu(cpu):
+            raise Stopped("cpu")
+
+
+def _resident_mb(pid: int) -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[21]) * _PAGE_MB
+    return 0.0

@@ -1,0 +1,70 @@
+"""The first program behind the outer walls: one interpreter that starts once and forks for each job, so that a job starts in milliseconds.
+
+It reads nothing of a job: each comes as a socket, handed on to a monitor unread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+
+from rl.sandbox.inside import frames, landlock, monitor, walls
+
+# What programs import most lies in memory already; nothing of a program's runs here.
+_MODULES = (
+    "abc array ast bisect collections copy dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json "
+    "math operator random re statistics string struct threading time traceback types typing"
+)
+
+
+def main(control_fd: int, names: str, user: int, sandlock: str = "") -> None:
+    """`names`: the walls, with commas between. `user`: whom root becomes. `sandlock`: the folder that the package lies in."""
+    control = socket.socket(fileno=control_fd)
+    up = set(names.split(","))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    sys.setrecursionlimit(1000)
+    if "landlock" in up:
+        landlock.load(sandlock)
+    for name in _MODULES.split():
+        importlib.import_module(name)
+    if os.getuid() == 0 and user:
+        walls.become(user)
+    gc.collect()
+    gc.freeze()  # forks then share these pages
+    frames.send(control, {"ready": os.getpid()})
+    while True:
+        try:
+            _, fds = frames.receive_with_fds(control)
+        except frames.Ended:
+            os._exit(0)
+        _job(control, fds[0], up)
+
+
+def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        monitor.serve(socket.socket(fileno=descriptor), up, os.getuid(), os.getgid())
+    os.close(descriptor)
+    process = os.pidfd_open(pid)
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    waiting.register(control, select.POLLHUP | select.POLLRDHUP)
+    for which, _ in waiting.poll():
+        if which != process:  # the caller is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+    os.close(process)
+    os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):  # a monitor that was killed leaves its init, which dies with it
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    frames.send(control, {"free": True})

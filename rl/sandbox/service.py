@@ -1,0 +1,128 @@
+"""A sandbox behind a URL: a service with SandboxFusion's `POST /run_code`. Its walls are its own; what is expected stays here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl.errors import UserError
+from rl.sandbox.grading import Verdict, compared
+from rl.sandbox.inside import values
+from rl.sandbox.results import Limits, Run
+from rl.sandbox.slots import Lost
+from rl.sandbox.styles import Asserts, Calls, Dialogues, Tests
+
+_LANGUAGES = {"python": "python", "c++": "cpp", "bash": "bash", "javascript": "nodejs"}
+_NETWORK_SECONDS = 10.0
+# After the program: calls its function for each case, and prints what came, as JSON after a word that only this run has.
+_DRIVER = """
+import json as _json
+def _plain(x):
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    if isinstance(x, (list, tuple)):
+        return ["t" if isinstance(x, tuple) else "l", *map(_plain, x)]
+    if isinstance(x, dict):
+        return ["d", *[_plain(y) for pair in x.items() for y in pair]]
+    if isinstance(x, (set, frozenset)):
+        return ["s", *map(_plain, x)]
+    raise TypeError(type(x).__name__)
+for _arguments, _named in {cases!r}:
+    try:
+        print("\\n{nonce}" + _json.dumps({{"value": _plain({function}(*_arguments, **_named))}}))
+    except Exception as _error:
+        print("\\n{nonce}" + _json.dumps({{"raised": repr(_error)[:300]}}))
+"""
+
+
+class Service:
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.kind = f"service at {self.url}"
+
+    def probe(self) -> None:
+        """Raises UserError where the service runs no program."""
+        try:
+            run = self.run("print(6 * 7)", "python", "", {}, Limits())
+        except Lost as error:
+            why = f"{error}. Is it up, and does it speak POST /run_code?"
+            raise UserError(f"the sandbox service {self.url} does not answer: {why}") from error
+        if run.stdout.strip() != "42":
+            gave = f"{run.stdout[:200]!r} {run.stderr[:200]!r}"
+            raise UserError(f"the sandbox service {self.url} runs no Python: it gave {gave} for print(6 * 7), expected 42")
+
+    def run(self, program: str, language: str, stdin: str, files: Mapping[str, str], limits: Limits) -> Run:
+        """Raises Lost where the service does not answer as it should."""
+        if language not in _LANGUAGES:
+            raise UserError(f"language {language!r} is unknown: one of {', '.join(_LANGUAGES)}")
+        asked = {"code": program, "language": _LANGUAGES[language], "stdin": stdin, "files": dict(files), "run_timeout": limits.wall_s,
+                 "memory_limit_MB": limits.memory_mb}  # fmt: skip
+        request = urllib.request.Request(f"{self.url}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+        start = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=limits.wall_s + _NETWORK_SECONDS) as answer:
+                found = json.loads(answer.read())
+            ran = found.get("run_result") or found.get("compile_result") or {}
+            status, code = str(ran.get("status", found.get("status"))), ran.get("return_code")
+            out, err = str(ran.get("stdout") or ""), str(ran.get("stderr") or found.get("message") or "")
+        except (OSError, urllib.error.URLError, ValueError, AttributeError) as error:
+            raise Lost(f"{type(error).__name__}: {error}") from error
+        late = "TimeLimit" in status
+        seconds = float(ran.get("execution_time") or time.monotonic() - start)
+        code = None if late or not isinstance(code, int) else code
+        return Run(out[: limits.output_kb << 10], err, code, None, late, "timeout" if late else "", seconds, seconds)
+
+    def verdicts(self, program: str, tests: Tests, limits: Limits) -> Iterator[Verdict]:
+        if isinstance(tests, Dialogues):
+            for stdin, expected in tests.cases:
+                run = self.run(program, tests.language, stdin, {}, limits)
+                if run.ok:
+                    yield compared(tests.compare, run.stdout, expected)
+                else:
+                    yield False, f"{run.ended_by}:" if run.ended_by else f"error: exit code {run.returncode}: {run.stderr[-300:]}"
+            return
+        calls, compare = ([tests], tests.compare) if isinstance(tests, Calls) else (self._as_calls(tests), lambda a, b: a == b)
+        for one in calls:
+            yield from self._calls(program, one, compare, limits)
+
+    def _calls(self, program: str, tests: Calls, compare: Any, limits: Limits) -> Iterator[Verdict]:
+        nonce = secrets.token_hex(16)
+        cases = [([], dict(given)) if isinstance(given, Mapping) else (list(given), {}) for given, _ in tests.cases]
+        run = self.run(program + _DRIVER.format(cases=cases, nonce=nonce, function=tests.function), "python", "", {}, limits)
+        said = [line[len(nonce) :] for line in run.stdout.splitlines() if line.startswith(nonce)]
+        for number, (_, expected) in enumerate(tests.cases):
+            if number >= len(said) or len(said) > len(tests.cases):
+                yield False, f"{run.ended_by or 'error'}: {run.stderr[-300:]}"
+                continue
+            try:
+                reply = json.loads(said[number])
+                value = values.decode(reply["value"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                yield False, f"error: {said[number][:300]}"
+                continue
+            yield compared(compare, value, expected)
+
+    def _as_calls(self, tests: Tests) -> list[Calls]:
+        """Asserts of the form `assert f(literals) == literal`: the calls go over, comparing is done here."""
+        if not isinstance(tests, Asserts) or tests.setup.strip():
+            given = f"{type(tests).__name__} with more than that need a local sandbox"
+            raise UserError(f"a service takes dialogues, calls and asserts `f(literals) == literal`; {given}")
+        found = []
+        for text in tests.asserts:
+            try:
+                (node,) = ast.parse(text).body
+                assert isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
+                assert isinstance(node.test.ops[0], ast.Eq)
+                call, (right,) = node.test.left, node.test.comparators
+                assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords
+                found.append(Calls(call.func.id, [([ast.literal_eval(item) for item in call.args], ast.literal_eval(right))]))
+            except (AssertionError, ValueError, SyntaxError) as error:
+                needs = f"this one needs a local sandbox: {text[:200]!r}"
+                raise UserError(f"a service takes asserts `f(literals) == literal`; {needs}") from error
+        return found

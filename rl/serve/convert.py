@@ -1,0 +1,192 @@
+"""Between what travels and what rooms below speak of: datums, samples, outputs. Refused or ValueError names what cannot be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.errors import BadRequestError
+from rl.serve import wire
+from rl.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
+
+_NUMPY: dict[int, np.dtype[Any]] = {wire.FLOAT32: np.dtype("<f4"), wire.INT64: np.dtype("<i8"), wire.INT32: np.dtype("<i4")}
+_NO_LOGPROB = -99999.0  # in a cell of top-k that holds nothing
+
+
+def datum(message: Any) -> Datum:
+    """Of a protobuf Datum. ValueError for what no datum is; images are refused: models here read text."""
+    inputs = {name: tensor(name, one) for name, one in message.loss_fn_inputs.items()}
+    spans = [[_span(one) for one in found] or None for found in (message.model_input_spans, message.loss_fn_input_spans)]
+    if (spans[0] is None) != (spans[1] is None):
+        spans = [one or [] for one in spans]
+    return Datum(ModelInput([_chunk(chunk) for chunk in message.model_input]), inputs, *spans)
+
+
+def _chunk(chunk: Any) -> EncodedTextChunk:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise BadRequestError(f"a chunk of the model input is {_UNREAD.get(kind, kind or 'empty')}: models here read text")
+    return EncodedTextChunk(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens").tolist())
+
+
+_UNREAD = {"image": "an image", "image_asset_pointer": "an image", "dmel": "audio"}
+
+
+def _span(span: Any) -> PromptProvenanceSpan | SampledProvenanceSpan:
+    kind = span.WhichOneof("span")
+    if kind is None:
+        raise BadRequestError("a span of provenance is empty")
+    one = getattr(span, kind)
+    made = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+    return made(sequence_id=one.sequence_id, offset=one.offset, length=one.length)
+
+
+def _array(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
+    if len(raw) % dtype.itemsize:
+        raise BadRequestError(f"{what} has {len(raw)} bytes, which is no whole number of {dtype.name}")
+    return np.frombuffer(raw, dtype)
+
+
+def tensor(name: str, message: Any) -> TensorData:
+    if message.dtype not in _NUMPY:
+        raise BadRequestError(f"loss_fn_inputs[{name!r}] has the dtype {message.dtype}: float32 or int64")
+    dtype, shape = _NUMPY[message.dtype], list(message.shape)
+    kind = "float32" if dtype.kind == "f" else "int64"
+    if any(n < 0 for n in shape) or math.prod(shape) > 2**31:
+        raise BadRequestError(f"loss_fn_inputs[{name!r}] has the shape {shape[:8]}")
+    try:
+        if message.WhichOneof("encoding") != "sparse_csr":
+            return TensorData(_array(message.dense, dtype, name), kind, shape or None)
+        rows, columns = (_array(raw, np.dtype("<i8"), name) for raw in (message.sparse_csr.crow_indices, message.sparse_csr.col_indices))
+        return TensorData(_array(message.sparse_csr.values, dtype, name), kind, shape, rows, columns)  # type: ignore[arg-type]
+    except BadRequestError:
+        raise
+    except (ValueError, IndexError, MemoryError) as error:
+        raise BadRequestError(f"loss_fn_inputs[{name!r}]: {error}") from error
+
+
+def loss_config(message: Any) -> dict[str, Any]:
+    """The loss's settings: of the newer map where it has any."""
+    newer = {key: getattr(value, value.WhichOneof("value") or "number") for key, value in message.loss_fn_config_v2.items()}
+    return newer or dict(message.loss_fn_config)
+
+
+def forward_backward_output(output: ForwardBackwardOutput) -> bytes:
+    """One record of all datums; fields that some lack get a record for each run of datums with the same ones."""
+    message = wire.make("ForwardBackwardOutput")
+    message.loss_fn_output_type = "ArrayRecord"
+    for run in _runs(output.loss_fn_outputs):
+        record = message.loss_fn_outputs.add(num_datums=len(run))
+        for name, first in run[0].items():
+            field, arrays = record.fields[name], [np.ascontiguousarray(one[name].array) for one in run]
+            field.dtype = wire.FLOAT32 if first.dtype == "float32" else wire.INT64
+            field.data = b"".join(array.tobytes() for array in arrays)
+            field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8").tobytes()
+            field.trailing_shape.extend(first.array.shape[1:])
+    for key, value in output.metrics.items():
+        message.metrics[key if ":" in key else f"{key}:mean"] = float(value)
+    return message.SerializeToString()
+
+
+def _runs(outputs: Sequence[Mapping[str, TensorData]]) -> list[list[Mapping[str, TensorData]]]:
+    """Neighbours with the same fields, of the same type and trailing shape, together."""
+    runs: list[list[Mapping[str, TensorData]]] = []
+    last = None
+    for output in outputs:
+        kind = {name: (data.dtype, data.array.shape[1:]) for name, data in output.items()}
+        if kind != last:
+            runs.append([])
+        runs[-1].append(output)
+        last = kind
+    return runs
+
+
+def sample_response(response: SampleResponse) -> bytes:
+    message = wire.make("SampleResponse")
+    for sequence in response.sequences:
+        one = message.sequences.add(stop_reason=wire.LENGTH if sequence.stop_reason == "length" else wire.STOP)
+        one.tokens = sequence.tokens_np.astype("<i4").tobytes()
+        if sequence.logprobs_np is not None:
+            one.logprobs = sequence.logprobs_np.astype("<f4").tobytes()
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
+    if response.topk_prompt_logprobs is not None:
+        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
+    message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
+    return message.SerializeToString()
+
+
+def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
+    width = max((len(row) for row in rows if row), default=0)
+    ids, logprobs = np.zeros((len(rows), width), "<i4"), np.full((len(rows), width), _NO_LOGPROB, "<f4")
+    for i, row in enumerate(rows):
+        for j, (token, logprob) in enumerate(row or ()):
+            ids[i, j], logprobs[i, j] = token, logprob
+    message.k, message.length, message.token_ids, message.logprobs = width, len(rows), ids.tobytes(), logprobs.tobytes()
+
+
+def sample_json(response: SampleResponse) -> dict[str, Any]:
+    """The same for a client that takes no protobuf."""
+    sequences = [{"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason} for s in response.sequences]
+    found: dict[str, Any] = {"type": "sample", "sequences": sequences, "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens}
+    found |= {"prompt_logprobs": response.prompt_logprobs, "topk_prompt_logprobs": response.topk_prompt_logprobs}
+    return found
+
+
+def output_json(output: ForwardBackwardOutput) -> dict[str, Any]:
+    rows = [{name: _tensor_json(data) for name, data in one.items()} for one in output.loss_fn_outputs]
+    metrics = {key if ":" in key else f"{key}:mean": value for key, value in output.metrics.items()}
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}
+
+
+def _tensor_json(data: TensorData) -> dict[str, Any]:
+    return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
+
+
+def prompt_ids(prompt: Any) -> list[int]:
+    """Of a JSON ModelInput. ValueError for what none is."""
+    chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
+    if not isinstance(chunks, list):
+        raise BadRequestError("prompt is {chunks: [...]}, as types.ModelInput makes it")
+    ids: list[int] = []
+    for chunk in chunks:
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else None
+        if kind != "encoded_text":
+            raise BadRequestError(f"a chunk of the prompt is {_UNREAD.get(str(kind), repr(kind)[:40])}: models here read text")
+        tokens = chunk.get("tokens")
+        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+            raise BadRequestError("a chunk's tokens are a list of token ids")
+        ids += tokens
+    return ids
+
+
+def _settings_of(made: Any, name: str, fields: Any, known: Sequence[str]) -> Any:
+    if not isinstance(fields, Mapping):
+        raise BadRequestError(f"{name} is an object, got {type(fields).__name__}")
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        raise BadRequestError(f"{name} has {unknown[0]!r}, which is not done here: it takes {', '.join(known)}")
+    return made(**{key: value for key, value in fields.items()})
+
+
+def sampling_params(fields: Any) -> SamplingParams:
+    return _settings_of(SamplingParams, "sampling_params", fields, ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p"))
+
+
+def adam_params(fields: Any) -> AdamParams:
+    known = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    return _settings_of(AdamParams, "adam_params", fields, known)

@@ -1,0 +1,269 @@
+"""The one thread that owns the service: it takes turns among those who train, and draws everybody's samples in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rl.clients import SampleStream, SamplingClient, ServiceClient
+from rl.errors import UserError
+from rl.renderers import Renderer, get_renderer
+from rl.serve.refusals import Interrupted, Refused, told
+from rl.serve.settings import LOCAL, ServedBase, ServeSettings
+from rl.serve.tally import Tally
+from rl.serve.turns import Job, SampleJob, Turns, Work
+from rl.types import ModelInput, SampleResponse, SamplingParams
+
+log = logging.getLogger("whetstone.serve")
+
+_GATHER_SECONDS, _MOST_GATHER_SECONDS = 0.002, 0.02  # samples that come within so short a time are drawn together
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What `/v1/models` and Tinker's capabilities list."""
+
+    name: str
+    max_context: int | None
+    created: int
+
+
+class Desk:
+    """Takes work from any thread, executes it on its own. `start` before, `close` after."""
+
+    def __init__(self, service: ServiceClient, settings: ServeSettings):
+        self.service = service
+        self.settings = settings
+        self.tally = Tally()
+        self.turns = Turns(settings.limits.queued)
+        self.ending = False
+        self._leave_at = 0.0
+        self.resolvers: list[Callable[[str, str], Callable[[], SamplingClient] | None]] = []  # (model, owner) -> where to get it
+        self._bases: dict[str, SamplingClient] = {}
+        self._renderers: dict[str, Renderer] = {}
+        self._created = int(time.time())
+        self._streams: dict[SamplingClient, tuple[SampleStream, dict[int, SampleJob]]] = {}  # what is being drawn, by its weights
+        self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
+        self.tally.gauges["queued"] = lambda: float(len(self.turns))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --------------------------------------------------------------------------------------------- what is asked of it
+
+    def submit(self, owner: str, lane: str, what: str, work: Work, done: Future | None = None) -> Future:
+        """Queues work. Its result or error comes in the future."""
+        job = Job(owner, lane, what, work, done or Future())
+        if self.ending:
+            job.done.set_exception(Interrupted())
+        else:
+            self.turns.add(job)
+        return job.done
+
+    async def run(self, owner: str, what: str, work: Callable[[], Any]) -> Any:
+        """A plain function on the desk's thread, in a lane of its own kind."""
+
+        def once() -> Any:
+            yield
+            return work()
+
+        self.turns.check_room()
+        return await asyncio.wrap_future(self.submit(owner, what, what, once))
+
+    def ask_sample(
+        self,
+        client: Callable[[], SamplingClient],
+        owner: str,
+        prompt_ids: Sequence[int],
+        num_samples: int,
+        params: SamplingParams,
+        **what: Any,
+    ) -> Future:
+        """Queues a sample. `what`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n, sequence_ids."""
+        if self.ending:
+            raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
+        arguments = {"prompt_ids": list(prompt_ids), "num_samples": num_samples, "sampling_params": params, **what}
+        job = SampleJob(owner, client, arguments)
+        self.turns.add_sample(job)
+        return job.done
+
+    async def sample(
+        self,
+        model: str | None,
+        prompt_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        owner: str = LOCAL,
+        **what: Any,
+    ) -> SampleResponse:
+        """`num_samples` answers of a model by its name: a base, a tinker:// path, a sampling session. Refused (404) for no such one."""
+        done = self.ask_sample(self.find(model, owner), owner, prompt_ids, num_samples, sampling_params, **what)
+        return await asyncio.wrap_future(done)
+
+    def models(self, owner: str = LOCAL) -> list[ServedModel]:
+        """The bases; what was trained is asked for by its tinker:// path."""
+        return [ServedModel(base.name, self.base_client(base).info["max_context"], self._created) for base in self.settings.bases]
+
+    def tokenizer(self, model: str | None = None, owner: str = LOCAL) -> Any:
+        """The tokenizer of a model that is asked for by its name. May wait for the model to be loaded."""
+        tokenizer = self.find(model, owner)().get_tokenizer()
+        if tokenizer is None:
+            raise Refused(400, f"the model {model or self.settings.bases[0].name!r} has no tokenizer here: it takes token ids alone")
+        return tokenizer
+
+    def renderer(self, model: str | None = None, owner: str = LOCAL) -> Renderer:
+        """What turns messages into tokens for that model: the model's own chat template, else role_colon, or what was set."""
+        name = model or self.settings.bases[0].name
+        if name not in self._renderers:
+            tokenizer = self.tokenizer(model, owner)
+            kind = self.settings.renderer or ("chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon")
+            self._renderers[name] = get_renderer(kind, tokenizer)
+        return self._renderers[name]
+
+    def find(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
+        """Where to get a sampling client of that name from. Refused (404) where there is none for this owner."""
+        for resolve in self.resolvers:
+            found = resolve(model, owner) if model is not None else None
+            if found is not None:
+                return found
+        try:
+            base = self.settings.base(model)
+        except UserError as error:
+            raise Refused(404, str(error)) from None
+        return lambda: self.base_client(base)
+
+    def base_client(self, base: ServedBase) -> SamplingClient:
+        """A sampler of a base model, made when it is first asked for."""
+        if base.name not in self._bases:
+            self._bases[base.name] = self.service.create_sampling_client(base_model=base.where, tokenizer=base.tokenizer)
+        return self._bases[base.name]
+
+    # ------------------------------------------------------------------------------------------------------ its thread
+
+    def _loop(self) -> None:
+        while True:
+            with self.turns.changed:
+                while not len(self.turns) and not self._streams and not self.ending:
+                    self.turns.changed.wait()
+            if self.ending and not len(self.turns) and not self._streams:
+                return
+            job = self.turns.next()
+            if job is not None:
+                self._slice(job)
+            elif not self._streams:
+                self._gather()
+            self._let_in(self.turns.samples())
+            if self.ending and time.monotonic() > self._leave_at:
+                self._abandon()
+            for client in list(self._streams):
+                self._draw(client)
+
+    def _gather(self) -> None:
+        """Waits a moment for the rest of a wave, so that its first sample is not drawn alone."""
+        end, before = time.monotonic() + _MOST_GATHER_SECONDS, -1
+        while (now := len(self.turns)) != before and time.monotonic() < end:
+            before = now
+            time.sleep(_GATHER_SECONDS)
+
+    def _slice(self, job: Job) -> None:
+        begin = time.perf_counter()
+        try:
+            job.begun = job.begun or job.work()
+            next(job.begun)
+            return
+        except StopIteration as done:
+            result, error = done.value, None
+        except BaseException as caught:  # told to whoever asked; others go on
+            result, error = None, caught
+        finally:
+            self.tally.add("work_seconds_total", time.perf_counter() - begin, verb=job.what)
+        self.turns.finish(job)
+        self.tally.add("work_total", verb=job.what, outcome="done" if error is None else told(error, job.what)[1])
+        _settle(job.done, result, error, job.what)
+
+    def _let_in(self, samples: Sequence[SampleJob]) -> None:
+        """Samples join what is being drawn from the same weights. One that cannot run fails alone."""
+        for job in samples:
+            what = {name: value for name, value in job.arguments.items() if name not in ("prompt_ids", "sequence_ids")}
+            try:
+                client = job.client()
+                request = client.request(ModelInput.from_ints(job.arguments["prompt_ids"]), **what)
+                stream, tickets = self._streams.get(client) or (SampleStream(client), {})
+                self._streams[client] = (stream, tickets)
+                tickets[stream.add(request)] = job
+            except BaseException as error:
+                _settle(job.done, None, error, "sample")
+
+    def _draw(self, client: SamplingClient) -> None:
+        """A slice of what is drawn from these weights; who has ended is answered, who has gone leaves."""
+        begin, (stream, tickets) = time.perf_counter(), self._streams[client]
+        for ticket in [ticket for ticket, job in tickets.items() if job.done.cancelled()]:
+            stream.drop(ticket)
+            del tickets[ticket]
+        try:
+            finished = stream.slice().finished
+        except BaseException as error:
+            for job in tickets.values():
+                _settle(job.done, None, error, "sample")
+            tickets.clear()
+            finished = {}
+        for ticket, response in finished.items():
+            self._answer(client, tickets.pop(ticket), response)
+        if not tickets:
+            stream.close()
+            del self._streams[client]
+        self.tally.add("work_seconds_total", time.perf_counter() - begin, verb="sample")
+
+    def _abandon(self) -> None:
+        """Samples that did not end in the time that was left."""
+        for stream, tickets in self._streams.values():
+            for job in tickets.values():
+                _settle(job.done, None, Interrupted(), "sample")
+            stream.close()
+        self._streams.clear()
+
+    def _answer(self, client: SamplingClient, job: SampleJob, response: SampleResponse | ValueError) -> None:
+        if isinstance(response, ValueError):
+            _settle(job.done, None, response, "sample")
+            return
+        ids = job.arguments.get("sequence_ids") or [sequence.sequence_id for sequence in response.sequences]
+        client.name_samples(response, ids, job.arguments.get("prompt_logprobs_last_n"))
+        self.tally.add("sampled_tokens_total", sum(len(sequence.tokens) for sequence in response.sequences))
+        self.tally.add("prompt_tokens_total", len(job.arguments["prompt_ids"]))
+        _settle(job.done, response, None, "sample")
+
+    # ---------------------------------------------------------------------------------------------------------- ending
+
+    def end(self, seconds: float = 30.0) -> None:
+        """Finishes what runs, samples for so many `seconds`; what has not begun is answered with "try again"."""
+        self._leave_at = time.monotonic() + seconds
+        self.ending = True
+        jobs, samples = self.turns.drain()
+        for done in [*(job.done for job in jobs), *(job.done for job in samples)]:
+            _settle(done, None, Interrupted(), "")
+        with self.turns.changed:
+            self.turns.changed.notify()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether the thread has ended within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _settle(done: Future, result: Any, error: BaseException | None, what: str) -> None:
+    """Gives a future what came of it, unless whoever asked has gone."""
+    if not done.set_running_or_notify_cancel():
+        return
+    if error is None:
+        done.set_result(result)
+        return
+    if told(error, what)[1] == "server" and not isinstance(error, (Refused, Interrupted)):
+        log.error("work failed", extra={"what": what, "error": type(error).__name__}, exc_info=error)
+    done.set_exception(error)

@@ -1,0 +1,227 @@
+"""--environment endpoint: an episode is a program that calls OPENAI_BASE_URL, answered by the policy's samples."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl.environments import Environment, EpisodeThread, Limits, prompt_text
+from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.errors import UserError
+from rl.jsonl import finite
+from rl.plain import plain_text
+from rl.renderers import Renderer
+from rl.rewards import Reward, environment_of_rewards, resolve_reward
+from rl.seeds import derive_seed
+from rl.serve.episodes_live import MODEL, Ask, Ended, Episode, LiveEndpoint, endpoint
+from rl.types import ModelInput, Problem, SampledSequence
+
+Stop = Sequence[str] | Sequence[int] | None
+
+
+@dataclass
+class Endpoint(Environment):
+    """A program of yours, one process an episode, that talks to the policy at $OPENAI_BASE_URL."""
+
+    behind_colon: ClassVar[str] = "program"
+
+    program: str
+    """The program and what always follows it, as in a shell: "python agent.py"."""
+    arguments: tuple[str, ...] = ()
+    """More arguments; {seed}, {prompt}, {row} (a file: the episode's row as JSON) and {COLUMN} of the row are replaced by the episode's."""
+    grader: str | None = None
+    """A reward (a name or file.py:function) that scores the last answer against the row of --dataset. None: the program posts a score."""
+    dataset_rows: bool = False
+    """Whether each episode is of a row of --dataset; with a grader it is."""
+    pass_env: tuple[str, ...] = ()
+    """Names of environment variables that the program gets beside PATH, HOME and the like (PREFIX* as well)."""
+    strict: bool = False
+    """Refuse requests that ask for a temperature, top_p, top_k or seed. Otherwise the run's settings are taken in their place."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.words = [*shlex.split(self.program), *self.arguments]
+        except ValueError as error:
+            raise UserError(f"program={self.program!r} is no command line: {error}") from error
+        if not self.words:
+            raise UserError("program is empty: give the program that is an episode, such as 'python agent.py'")
+        if shutil.which(self.words[0]) is None:
+            raise UserError(f"program={self.program!r}: there is no program {self.words[0]!r} here, nor on PATH")
+        if self.grader is not None:
+            _grader(self.grader)
+
+    @property
+    def needs_rows(self) -> bool:  # type: ignore[override]
+        return self.dataset_rows or self.grader is not None
+
+    def group(self, problem: Problem, group_size: int, renderer: Renderer, *, limits: Limits, system_prompt: str | None) -> ProgramGroup:
+        return ProgramGroup(self, problem, group_size, renderer, limits, system_prompt)
+
+
+@cache
+def _grader(name: str) -> Reward:
+    return resolve_reward(name)
+
+
+class ProgramGroup(EnvGroupBuilder):
+    """A group's programs: the same row and seed."""
+
+    def __init__(
+        self, settings: Endpoint, problem: Problem, group_size: int, renderer: Renderer, limits: Limits, system_prompt: str | None = None
+    ):
+        self.settings, self.problem, self.group_size, self.renderer = settings, problem, group_size, renderer
+        self.limits, self.system_prompt = limits, system_prompt
+        self.tag, self.problem_index = problem.tag, problem.index
+        self.max_turns, self.max_tokens = 1_000_000, limits.tokens  # turns are counted where they are asked for
+        self.seed = int(problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index)))
+        self.row: dict[str, Any] = finite({**problem.meta, **({"messages": list(problem.messages)} if problem.messages else {})})
+
+    def make_envs(self) -> Sequence[Env]:
+        return [ProgramEnv(self, member, endpoint()) for member in range(self.group_size)]
+
+    def words(self, row_file: str) -> list[str]:
+        """The program and its arguments, of this row."""
+        fillers = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.row.items()}
+        fillers |= {"seed": str(self.seed), "row": row_file, "prompt": prompt_text(self.problem.messages) if self.problem.messages else ""}
+        return [_filled(word, fillers) for word in self.settings.words]
+
+
+def _filled(word: str, fillers: Mapping[str, str]) -> str:
+    """`word` with {name} replaced where the name is known; a text that is put in is not looked through again."""
+    parts, rest = [], word
+    while (begin := rest.find("{")) >= 0:
+        end = rest.find("}", begin)
+        name = rest[begin + 1 : end] if end > 0 else ""
+        if name in fillers:
+            parts += [rest[:begin], fillers[name]]
+            rest = rest[end + 1 :]
+        else:
+            parts.append(rest[: begin + 1])
+            rest = rest[begin + 1 :]
+    return "".join([*parts, rest])
+
+
+class ProgramEnv(Env):
+    """One episode. Each request of the program is an observation; when it has ended, so has the episode."""
+
+    def __init__(self, group: ProgramGroup, member: int, live: LiveEndpoint):
+        self.group, self.live = group, live
+        self.name = f"the program of episode {member} of row {group.problem_index}"
+        self.episode = Episode(group.renderer, group.limits, group.system_prompt, group.settings.strict)
+        self.folder: str | None = None
+        self.ask: Ask | None = None
+        self.last: Ask | None = None
+
+    def initial_observation(self) -> _Pending:
+        self.folder = tempfile.mkdtemp(prefix="whetstone-row-")
+        row = Path(self.folder) / "row.json"
+        row.write_text(json.dumps(self.group.row), encoding="utf-8", errors="backslashreplace")
+        self.live.begin(self.episode, self.group.words(str(row)), self._environment(str(row)))
+        return _Pending(self._first)
+
+    def step(self, action: SampledSequence) -> _Pending:
+        ask = self.last = self.ask
+        assert ask is not None
+        self.live.server.soon(self.episode.give, ask, action)
+        return _Pending(lambda: self._after(ask, action))
+
+    def no_room(self) -> _Pending:
+        assert self.ask is not None
+        why = f"the conversation and an answer exceed the model's context or the episode's tokens: {len(self.ask.prompt)} are read already"
+        self.live.server.soon(self.episode.refuse, self.ask, why)
+        return _Pending(lambda: self._ended(self._next()))
+
+    def close(self) -> None:
+        self.live.end(self.episode)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------------ what came of it
+
+    def _environment(self, row: str) -> dict[str, str]:
+        own = f"{self.live.server.url}/session/{self.episode.name}"
+        given = {"OPENAI_BASE_URL": f"{own}/v1", "OPENAI_API_BASE": f"{own}/v1", "OPENAI_API_KEY": self.episode.name, "OPENAI_MODEL": MODEL}
+        given |= {"WHETSTONE_REWARD_URL": f"{own}/reward", "WHETSTONE_SEED": str(self.group.seed), "WHETSTONE_ROW": row}
+        given |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        return {"PYTHONHASHSEED": "0", **environment_of_rewards(self.group.settings.pass_env), **given}
+
+    def _next(self) -> Ask | Ended:
+        """The program's next request that still waits; or its end."""
+        while True:
+            try:
+                event = self.episode.events.get(timeout=5.0)
+            except queue.Empty:
+                if not self.live.server.alive:
+                    raise EpisodeFailed(f"{self.name} lost the endpoint that answers it") from None
+                continue
+            if isinstance(event, Ended) or not event.dead:
+                return event
+
+    def _first(self) -> tuple[ModelInput, Stop]:
+        event = self._next()
+        if isinstance(event, Ended):
+            raise EpisodeFailed(f"{self.name} never called the model: it {self._how(event)}")
+        return self._observed(event)
+
+    def _observed(self, ask: Ask) -> tuple[ModelInput, Stop]:
+        self.ask, self.most_tokens = ask, ask.params.max_tokens
+        return ModelInput.from_ints(ask.prompt), ask.params.stop  # type: ignore[return-value]  # texts and ids, mixed
+
+    def _after(self, ask: Ask, action: SampledSequence) -> StepResult:
+        event = self._next()
+        metrics = {"ended": float(action.stop_reason == "stop")}
+        if isinstance(event, Ask):
+            observation, stop = self._observed(event)
+            return StepResult(0.0, False, observation, stop, metrics, ask.logs)
+        result = self._ended(event)
+        result.metrics, result.logs = {**metrics, **result.metrics}, ask.logs
+        return result
+
+    def _ended(self, event: Ask | Ended) -> StepResult:
+        """What an episode came to whose program has ended. Raises EpisodeFailed."""
+        assert isinstance(event, Ended)  # nothing is asked any more where it is called for lack of room
+        episode, cut = self.episode, self.episode.over
+        if event.late or (event.code != 0 and cut is None):
+            raise EpisodeFailed(f"{self.name} {self._how(event)}")
+        reward, metrics = self._score(cut)
+        figures = {"truncated": float(cut is not None), "program/seconds": event.seconds, "program/requests": float(episode.asked)}
+        if self.ask is not None and episode.overruled:
+            self.ask.logs["overruled"] = dict(episode.overruled)
+        return StepResult(reward, True, metrics={**figures, **metrics}, truncated=cut is not None)
+
+    def _score(self, cut: str | None) -> tuple[float, Mapping[str, float]]:
+        posted, metrics = self.episode.reward, self.episode.metrics
+        grader = self.group.settings.grader
+        if grader is None:
+            if posted is None and cut is None:
+                raise EpisodeFailed(f'{self.name} posted no score: {{"reward": 1.0}} to $WHETSTONE_REWARD_URL, or set a grader')
+            return posted or 0.0, metrics
+        last = self.last.logs.get("answer_text", "") if self.last is not None else ""
+        row = {key: value for key, value in self.group.row.items() if key != "messages"}
+        thread = EpisodeThread(self.group.limits.seconds, f"{self.name}, its grader,")
+        asked = prompt_text(self.group.problem.messages) if self.group.problem.messages else ""
+        found = thread.do(lambda: _grader(grader).evaluate(asked, last, row)).wait()
+        thread.end(lambda: None)
+        beside = {} if posted is None else {"posted": posted}
+        return found.reward, {"correct": found.reward, **found.metrics, **beside, **metrics}
+
+    def _how(self, event: Ended) -> str:
+        said = f"; it last printed: {plain_text(event.printed, 300)}" if event.printed else ""
+        if event.late:
+            return f"was not done within its {self.group.limits.seconds:g} s{said}"
+        if event.code is None:
+            return f"did not start: {plain_text(event.printed, 300)}"
+        return (f"was killed by signal {-event.code}" if event.code < 0 else f"ended with exit code {event.code}") + said
+
+
+class _Pending:
+    def __init__(self, result: Callable[[], Any]):
+        self.result = result

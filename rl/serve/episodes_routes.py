@@ -1,0 +1,75 @@
+"""What is asked of a session itself: its turns, its reward, its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl.jsonl import finite
+from rl.serve.chat import Serving, answer_of, as_refused, owner_of, read_json
+from rl.serve.chat_fields import Fields
+
+MOST_METRICS = 100
+
+
+def routes(serving: Serving) -> list[Route]:
+    """GET /sessions; GET and DELETE /session/NAME; POST /session/NAME/reward {"reward": 1.0, "metrics": {...}}."""
+    sessions = serving.sessions
+
+    async def names(request: Request) -> Any:
+        return {"sessions": sessions.names(owner_of(request))}
+
+    async def show(request: Request) -> Any:
+        return finite(sessions.find(owner_of(request), request.path_params["session"]).as_json())
+
+    async def drop(request: Request) -> Any:
+        sessions.drop(owner_of(request), request.path_params["session"])
+        return {"deleted": True}
+
+    async def reward(request: Request) -> Any:
+        session = sessions.find(owner_of(request), request.path_params["session"])
+        session.reward, metrics = read_reward(read_json(await request.body()))
+        session.metrics |= metrics
+        return {"reward": session.reward, "turns": len(session.turns)}
+
+    paths = {"": reward, "/v1": reward}  # beside the routes that a program calls by OPENAI_BASE_URL, and within them
+    return [
+        Route("/sessions", _said(names)),
+        Route("/session/{session}", _said(show), methods=["GET"]),
+        Route("/session/{session}", _said(drop), methods=["DELETE"]),
+        *(Route(f"/session/{{session}}{prefix}/reward", _said(do), methods=["POST"]) for prefix, do in paths.items()),
+    ]
+
+
+def _said(do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return JSONResponse(await do(request))
+        except Exception as error:  # boundary: every failure is an answer
+            return answer_of(as_refused(error))
+
+    return endpoint
+
+
+def read_reward(body: Any) -> tuple[float, dict[str, float]]:
+    """The number that an episode earned, and figures beside it. Raises Refused."""
+    fields = Fields(body)
+    reward = fields.body.get("reward")
+    if not _number(reward):
+        raise fields.wrong("reward", reward, "a finite number")
+    metrics = fields.get("metrics", {})
+    fine = isinstance(metrics, dict) and len(metrics) <= MOST_METRICS and all(_number(value) for value in metrics.values())
+    if not fine:
+        raise fields.wrong("metrics", metrics, f"at most {MOST_METRICS} finite numbers by their names")
+    fields.known.add("reward")
+    fields.close()
+    return float(reward or 0.0), {str(key)[:100]: float(value) for key, value in metrics.items()}
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

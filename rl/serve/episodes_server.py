@@ -1,0 +1,61 @@
+"""An application served on loopback, by an event loop in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from rl.errors import UserError
+
+_START_SECONDS = 30.0
+HOST = "127.0.0.1"
+
+
+class LoopServer:
+    """`url`: where it listens, a free port of this machine alone. `close` ends it; it ends with the process as well."""
+
+    def __init__(self, application: Callable[[], Any], name: str):
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise UserError(f"{name} needs uvicorn and starlette: pip install -r requirements-serve.txt") from error
+        self._socket = socket.socket()
+        self._socket.bind((HOST, 0))
+        self._socket.listen(2048)
+        self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(application(), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=300, ws="none")
+        self._server = uvicorn.Server(config)
+        self._began = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        if not self._began.wait(_START_SECONDS):
+            raise UserError(f"{name} did not start listening at {self.url} within {_START_SECONDS:g} s")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(self._began.set)
+        with contextlib.suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def do(self, what: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Runs a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(what, self.loop)
+
+    def soon(self, what: Callable[..., Any], *given: Any) -> None:
+        """Calls a function in the server's loop; nothing where that has ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(what, *given)
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(timeout=10.0)

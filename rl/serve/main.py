@@ -1,0 +1,163 @@
+"""From the command line to a server that listens, and to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl.clients import ServiceClient
+from rl.errors import UserError
+from rl.serve.app import JsonLines, make_app
+from rl.serve.book import Book
+from rl.serve.chat_routes import routes as openai_routes
+from rl.serve.desk import Desk
+from rl.serve.promises import Promise, Promises, settled
+from rl.serve.rest import Rest
+from rl.serve.samples import Samples
+from rl.serve.settings import Limits, ServedBase, ServeSettings
+from rl.serve.tenants import Tenants
+from rl.serve.tinker import Tinker, end_session
+
+log = logging.getLogger("whetstone.serve")
+KEYS = "WHETSTONE_SERVE_KEYS"
+
+
+def settings_of(args: argparse.Namespace) -> ServeSettings:
+    """What the command line says, and the keys of a file or the environment. Raises UserError."""
+    keys = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
+    if args.keys_file:
+        keys += [line.strip() for line in Path(args.keys_file).read_text().splitlines() if not line.startswith("#")]
+    given = {name: value for name in vars(Limits()) if (value := getattr(args, name, None)) is not None}
+    return ServeSettings(
+        bases=tuple(ServedBase.parse(text) for text in args.base_model),
+        output_dir=Path(args.output_dir or Path("runs") / f"served-{time.strftime('%Y%m%d-%H%M%S')}"),
+        host=args.host,
+        port=args.port,
+        keys=tuple(dict.fromkeys(key for key in keys if key)),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        seed=args.seed,
+        resume=args.resume,
+        durable=args.durable,
+        renderer=args.renderer,
+        limits=Limits(**given),
+    )
+
+
+@dataclass
+class Served:
+    """A server's parts: who computes, who is there, what was asked."""
+
+    desk: Desk
+    book: Book
+    tenants: Tenants
+    promises: Promises
+    app: Any
+
+    @classmethod
+    def of(cls, settings: ServeSettings) -> Served:
+        """Makes them (other ranks serve rank 0 in here, and end here). UserError for a folder that another server wrote."""
+        book = Book(settings.output_dir, settings.limits)
+        if book.found_there() and not settings.resume:
+            raise UserError(f"{settings.output_dir} holds what another server wrote: --resume goes on with it, or give another folder")
+        worker = replace(settings.worker, share_bases=True)
+        desk = Desk(ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker), settings)
+        tenants, promises = Tenants(desk, book), Promises(settings.limits.result_seconds)
+        if settings.resume and book.found_there():
+            book.read_again({base.name: base for base in settings.bases})
+            for model in book.models.values():
+                if model.last is not None:
+                    told = Promise(f"{model.model_id}:{model.last['seq']}", model.owner, "optim_step", session=model.session)
+                    promises.add(settled(told, model.last["result"]))
+        parts = (desk, book, tenants, promises)
+        routes = [*Tinker(*parts).routes(), *Samples(*parts).routes(), *Rest(*parts).routes(), *openai_routes(desk)]
+        return cls(*parts, make_app(desk, routes))
+
+    async def look_after(self) -> None:
+        """From time to time: sessions that nobody keeps alive, numbers that never come."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.tenants.pass_gaps()
+            silent = time.monotonic() - self.desk.settings.limits.session_seconds
+            for session in [one for one in list(self.book.sessions.values()) if one.finished is None and one.beat < silent]:
+                end_session(self.desk, self.tenants, session, "silent")
+
+    def end(self) -> None:
+        """Finishes what runs, writes the models, answers the rest with "try again"."""
+        self.desk.end()
+        if self.desk.join(60.0):
+            self.tenants.write_all()
+        self.desk.service.close()
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serves until it is asked to stop."""
+    settings = settings_of(args)
+    _log_lines()
+    served = Served.of(settings)
+    served.desk.start()
+    asyncio.run(_serve(served, settings))
+    return 0
+
+
+async def _serve(served: Served, settings: ServeSettings) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # ours are set below
+
+    config = uvicorn.Config(
+        served.app,
+        host=settings.host,
+        port=settings.port,
+        ssl_certfile=settings.tls_cert and str(settings.tls_cert),
+        ssl_keyfile=settings.tls_key and str(settings.tls_key),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=30,
+    )
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Event = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        address = _address(server, settings)
+        log.info("listening", extra={"address": address})
+        print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
+    stopping, looking = asyncio.create_task(ended.wait()), asyncio.create_task(served.look_after())
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    looking.cancel()
+    await asyncio.to_thread(served.end)
+    server.should_exit = True
+    await serving
+
+
+def _address(server: Any, settings: ServeSettings) -> str:
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _log_lines() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("whetstone.serve")
+    logger.handlers[:], logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)

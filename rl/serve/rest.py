@@ -1,0 +1,236 @@
+"""Tinker's REST part: what there is (runs, checkpoints, sessions), removing it, its time to live, and taking it along."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import tarfile
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from rl.clients import RestClient
+from rl.ranks import checkpoint
+from rl.serve.body import Body
+from rl.serve.book import KINDS, Book, Model
+from rl.serve.desk import Desk
+from rl.serve.promises import Promises
+from rl.serve.refusals import Refused
+from rl.serve.tenants import Tenants
+
+Answer = Callable[[Request], Awaitable[Response]]
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_LINK_SECONDS = 3600
+
+
+class Rest:
+    """What is answered under /api/v1 to those who look after what was saved."""
+
+    def __init__(self, desk: Desk, book: Book, tenants: Tenants, promises: Promises):
+        self.desk = desk
+        self.book = book
+        self._secret = secrets.token_bytes(32)  # links to files end with the server
+
+    def routes(self) -> list[Route]:
+        one = "training_runs/{model_id}/checkpoints/{kind}/{name}"
+        table: list[tuple[str, str, Answer]] = [
+            ("GET", "get_server_capabilities", self.capabilities),
+            ("GET", "training_runs", self.runs),
+            ("GET", "training_runs/{model_id}", self.run),
+            ("GET", "training_runs/{model_id}/checkpoints", self.checkpoints),
+            ("GET", "checkpoints", self.all_checkpoints),
+            ("DELETE", one, self.delete),
+            ("PUT", one + "/ttl", self.ttl),
+            ("GET", one + "/archive", self.archive),
+            ("GET", one + "/external_weights_urls", self.file_urls),
+            ("GET", "files/{expires}/{sign}/{model_id}/{kind}/{name}/{file:path}", self.file),
+            ("POST", one + "/publish", _no_others),
+            ("DELETE", one + "/publish", _no_others),
+            ("POST", "weights_info", self.weights_info),
+            ("GET", "samplers/{sampler_id}", self.sampler),
+            ("GET", "sessions", self.sessions),
+            ("GET", "sessions/{session_id}", self.session),
+        ]
+        return [Route(f"/api/v1/{path}", answer, methods=[method]) for method, path, answer in table]
+
+    async def capabilities(self, request: Request) -> Response:
+        lengths = await self.desk.run(request.state.owner, "capabilities", self.desk.models)
+        models = [
+            {"model_name": one.name, "max_context_length": one.max_context, "trainable": True, "sampleable": True} for one in lengths
+        ]
+        return JSONResponse({"supported_models": models})
+
+    # ------------------------------------------------------------------------------------------------ runs, checkpoints
+
+    def _run(self, model: Model) -> dict[str, Any]:
+        found = sorted((self._checkpoint(model, *one) for one in self.book.checkpoints(model)), key=lambda one: one["time"])
+        last = {kind: next((one for one in reversed(found) if one["checkpoint_type"] == kind), None) for kind in ("training", "sampler")}
+        return {
+            "training_run_id": model.model_id,
+            "base_model": model.base.name,
+            "model_owner": model.owner,
+            "is_lora": model.lora_rank is not None,
+            "lora_rank": model.lora_rank,
+            "corrupted": False,
+            "last_request_time": _moment(model.last_request),
+            "last_checkpoint": last["training"],
+            "last_sampler_checkpoint": last["sampler"],
+            "user_metadata": model.user_metadata,
+        }
+
+    def _checkpoint(self, model: Model, kind: str, folder: Path) -> dict[str, Any]:
+        saved = RestClient().get_training_run_by_tinker_path(str(folder)).result().last_checkpoint
+        assert saved is not None  # the folder was just found to be a checkpoint's
+        return {
+            "checkpoint_id": f"{kind}/{folder.name}",
+            "checkpoint_type": _TYPES[kind],
+            "time": saved.time.isoformat(),
+            "tinker_path": self.book.path_of(model, kind, folder.name),
+            "size_bytes": saved.size_bytes,
+            "public": False,
+            "user_metadata": saved.user_metadata,
+            "expires_at": saved.expires_at.isoformat() if saved.expires_at else None,
+        }
+
+    async def runs(self, request: Request) -> Response:
+        models = sorted(self.book.models_of(request.state.owner), key=lambda model: model.last_request, reverse=True)
+        page, cursor = _page(request, models)
+        return JSONResponse({"training_runs": [self._run(model) for model in page], "cursor": cursor})
+
+    async def run(self, request: Request) -> Response:
+        return JSONResponse(self._run(self._model(request)))
+
+    def _model(self, request: Request) -> Model:
+        model = self.book.models.get(request.path_params["model_id"])
+        if model is None or model.owner != request.state.owner:
+            raise Refused(404, f"there is no training run {request.path_params['model_id'][:80]!r}")
+        return model
+
+    async def checkpoints(self, request: Request) -> Response:
+        model = self._model(request)
+        return JSONResponse({"checkpoints": [self._checkpoint(model, *one) for one in self.book.checkpoints(model)]})
+
+    async def all_checkpoints(self, request: Request) -> Response:
+        models = self.book.models_of(request.state.owner)
+        found = [self._checkpoint(model, *one) for model in models for one in self.book.checkpoints(model)]
+        page, cursor = _page(request, sorted(found, key=lambda one: one["time"], reverse=True))
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
+
+    def _folder(self, request: Request) -> Path:
+        where = request.path_params
+        return self.book.folder_of(f"tinker://{where['model_id']}/{where['kind']}/{where['name']}", request.state.owner)[1]
+
+    async def delete(self, request: Request) -> Response:
+        checkpoint.remove(self._folder(request))
+        return Response(status_code=204)
+
+    async def ttl(self, request: Request) -> Response:
+        body = await Body.of(request)
+        checkpoint.expire(self._folder(request), body.maybe_whole("ttl_seconds", 1))
+        return Response(status_code=204)
+
+    async def weights_info(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model, folder = self.book.folder_of(body.text("tinker_path"), request.state.owner)
+        info = RestClient().get_weights_info_by_tinker_path(str(folder)).result()
+        flags = {name: getattr(info, name) for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")}
+        return JSONResponse({"base_model": model.base.name, **flags})
+
+    # ------------------------------------------------------------------------------------------------- taking it along
+
+    async def archive(self, request: Request) -> Response:
+        """The folder as a tar file."""
+        folder = self._folder(request)
+        checkpoint.verify(folder)
+        aside = tempfile.NamedTemporaryFile(dir=self.book.root, prefix=".archive-", suffix=".tar")
+        with tarfile.open(fileobj=aside, mode="w") as tar:
+            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+                tar.add(file, arcname=file.relative_to(folder).as_posix())
+        aside.flush()
+        answer = FileResponse(aside.name, media_type="application/x-tar", filename=f"{folder.name}.tar")
+        answer.background = _Closing(aside)  # type: ignore[assignment]
+        return answer
+
+    async def file_urls(self, request: Request) -> Response:
+        """A link for each file that needs no key, and works for an hour."""
+        folder, where = self._folder(request), request.path_params
+        expires = int(time.time()) + _LINK_SECONDS
+        urls = {}
+        for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (checkpoint.MANIFEST, "state.json")):
+            name = file.relative_to(folder).as_posix()
+            place = f"{where['model_id']}/{where['kind']}/{where['name']}/{name}"
+            urls[name] = f"{str(request.base_url).rstrip('/')}/api/v1/files/{expires}/{self._sign(expires, place)}/{place}"
+        return JSONResponse({"urls": urls, "expires": _moment(expires)})
+
+    def _sign(self, expires: int, place: str) -> str:
+        return hmac.new(self._secret, f"{expires} {place}".encode(), hashlib.sha256).hexdigest()
+
+    async def file(self, request: Request) -> Response:
+        where = request.path_params
+        place = f"{where['model_id']}/{where['kind']}/{where['name']}/{where['file']}"
+        model = self.book.models.get(where["model_id"])
+        known = where["expires"].isdigit() and hmac.compare_digest(self._sign(int(where["expires"]), place), where["sign"])
+        if not known or model is None or where["kind"] not in KINDS or int(where["expires"]) < time.time():
+            raise Refused(404, "the link is none of this server's, or has expired")
+        _, folder = self.book.folder_of(f"tinker://{model.model_id}/{where['kind']}/{where['name']}", model.owner)
+        file = (folder / where["file"]).resolve()
+        if not file.is_file() or not file.is_relative_to(folder.resolve()):
+            raise Refused(404, "there is no such file")
+        return FileResponse(file)
+
+    # ------------------------------------------------------------------------------------------------------- who is there
+
+    async def sampler(self, request: Request) -> Response:
+        sampler = self.book.sampler(request.path_params["sampler_id"], request.state.owner)
+        path = None
+        if sampler.path is not None:
+            model_id = f"{sampler.path.parent.parent.parent.name}:train:{sampler.path.parent.parent.name.removeprefix('train-')}"
+            path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
+        return JSONResponse({"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path})
+
+    async def sessions(self, request: Request) -> Response:
+        mine = [session.session_id for session in list(self.book.sessions.values()) if session.owner == request.state.owner]
+        page, _ = _page(request, mine[::-1])
+        return JSONResponse({"sessions": page})
+
+    async def session(self, request: Request) -> Response:
+        session = self.book.session(request.path_params["session_id"], request.state.owner, alive=False)
+        models = [model.model_id for model in list(self.book.models.values()) if model.session == session.session_id]
+        samplers = [one.sampler_id for one in list(self.book.samplers.values()) if one.session == session.session_id]
+        found = {"training_run_ids": models, "sampler_ids": samplers, "user_metadata": session.user_metadata}
+        return JSONResponse({**found, "display_name": session.display_name})
+
+
+class _Closing:
+    """Removes a file once it was sent."""
+
+    def __init__(self, file: Any):
+        self.file = file
+
+    async def __call__(self) -> None:
+        self.file.close()
+
+
+def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """What `limit` and `offset` ask for, and where that lies in the whole."""
+    asked = {name: request.query_params.get(name, default) for name, default in (("limit", "20"), ("offset", "0"))}
+    if not all(value.isdigit() and len(value) < 10 for value in asked.values()):
+        raise Refused(400, f"limit and offset are whole numbers, got {asked}")
+    limit, offset = int(asked["limit"]), int(asked["offset"])
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+async def _no_others(request: Request) -> Response:
+    raise Refused(400, "not done here: publishing; what a key saved is that key's")

@@ -1,0 +1,283 @@
+"""What the desk's thread does for tenants: their models in memory or written out, their requests in order, their samplers."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.clients import SamplingClient, TrainingClient, drop_gradients, in_parts
+from rl.errors import UserError
+from rl.ranks import checkpoint
+from rl.serve.book import LIVE, Book, Model, Sampler
+from rl.serve.desk import Desk
+from rl.serve.promises import Promise
+from rl.serve.refusals import Refused
+from rl.serve.settings import ServedBase
+from rl.serve.turns import Job
+from rl.types import AdamParams, Datum
+
+Steps = Generator[None, None, Any]
+_KEPT_SNAPSHOTS = 8  # of weights that were saved for samplers, so that the sampler that comes next needs not read them
+_GAP_SECONDS = 10.0  # how long a number that an earlier server took is waited for
+
+
+class Tenants:
+    """Executes verbs on models. Everything that is a generator runs on the desk's thread, a slice at a time."""
+
+    def __init__(self, desk: Desk, book: Book):
+        self.desk = desk
+        self.book = book
+        self._saved: OrderedDict[Path, SamplingClient] = OrderedDict()
+        desk.tally.gauges["models"] = self._where
+        desk.tally.gauges["samplers"] = lambda: float(len(book.samplers))
+        desk.tally.gauges["sessions"] = lambda: float(sum(session.finished is None for session in book.sessions.values()))
+
+    def _where(self) -> dict[str, float]:
+        held = sum(model.client is not None for model in list(self.book.models.values()))
+        return {"in_memory": float(held), "written_out": float(len(self.book.models) - held)}
+
+    # ---------------------------------------------------------------------------------------------- requests, in order
+
+    def ask(self, model: Model, seq: int, promise: Promise, work: Callable[[], Steps]) -> None:
+        """Queues what a model is asked, in the order of `seq`: what comes before its turn waits for it."""
+        if seq < model.next_seq:
+            message = f"{model.model_id} was asked its request {seq} before, and has forgotten the answer; it goes on with {model.next_seq}"
+            promise.done.set_exception(Refused(400, message))
+            return
+        self.desk.turns.check_room(len(model.waiting) + 1)
+        job = Job(model.owner, model.model_id, promise.what, lambda: self._run(model, seq, work), promise.done)
+        model.waiting[seq] = job
+        self.release(model)
+
+    def release(self, model: Model) -> None:
+        """Gives what can run now to the desk."""
+        while model.next_seq in model.waiting:
+            model.gap_since = None
+            job = model.waiting.pop(model.next_seq)
+            model.next_seq += 1
+            self.desk.submit(job.owner, job.lane, job.what, job.work, job.done)
+        if model.waiting and model.resumed:
+            model.gap_since = model.gap_since or time.monotonic()
+
+    def pass_gaps(self) -> None:
+        """Requests that an earlier server answered, and whose effect it lost, never come again: says so rather than wait for them."""
+        for model in list(self.book.models.values()):
+            if model.gap_since is not None and time.monotonic() - model.gap_since > _GAP_SECONDS:
+                model.failed = model.failed or (
+                    "the server was started again since, and what was accumulated before is gone: repeat the forward_backward of this step"
+                )
+                model.next_seq, model.gap_since = min(model.waiting), None
+                self.release(model)
+
+    @staticmethod
+    def _run(model: Model, seq: int, work: Callable[[], Steps]) -> Steps:
+        model.busy, model.ran = True, seq
+        try:
+            return (yield from work())
+        finally:
+            model.busy = False
+            model.used = time.monotonic()
+
+    # --------------------------------------------------------------------------------------------------- models in memory
+
+    def create(self, model: Model, make: Callable[[], TrainingClient]) -> Steps:
+        """`make` in the room that is made for it."""
+        yield
+        self._make_room()
+        model.client = make()
+        try:
+            info = model.client.result().info
+        except BaseException:
+            model.client = None
+            self.book.models.pop(model.model_id, None)
+            raise
+        model.lora_rank = info["lora_rank"]
+        self.book.keep_model(model)
+        if self.desk.settings.durable:
+            self.write_out(model)
+        return {"model_id": model.model_id, "type": "create_model"}
+
+    def client_of(self, model: Model) -> TrainingClient:
+        """The model's client, read back where it was written out."""
+        if model.client is None:
+            if not model.written:
+                raise UserError(
+                    f"{model.model_id} was in memory alone when the server ended: make a training client from what was saved of it "
+                    "(rest_client.list_checkpoints), and start the server with --durable to lose none"
+                )
+            self._make_room()
+            model.client = self.desk.service.create_training_client_from_state_with_optimizer(str(model.live)).result()
+            self.desk.tally.add("written_out_total", which="read_back")
+        return model.client
+
+    def _make_room(self) -> None:
+        """Writes out the least recently used until one more fits. One with a gradient, or at work, stays."""
+        held = [model for model in list(self.book.models.values()) if model.client is not None]
+        idle = sorted((model for model in held if not model.gradient and not model.busy), key=lambda model: model.used)
+        for model in idle[: max(0, len(held) + 1 - self.desk.settings.limits.models_in_memory)]:
+            self.write_out(model)
+            self.let_go(model)
+            self.desk.tally.add("written_out_total", which="written_out")
+
+    def write_out(self, model: Model) -> None:
+        """The model as it is now into `live/`, with how far it came and what its last update was answered, which the next server may have
+        to tell again; nothing where it lies there already."""
+        if model.client is None or model.written:
+            return
+        state = {"next_seq": model.ran + 1, "failed": model.failed, "last": model.last}
+        model.client.save_state(LIVE, overwrite=True, metadata=state, folder=model.folder).result()
+        model.written = True
+
+    @staticmethod
+    def let_go(model: Model) -> None:
+        """Gives a model's memory back."""
+        if model.client is not None:
+            model.client.release()
+            model.client = None
+
+    def end_session(self, session_id: str) -> Steps:
+        """Gives back what a session has in memory: a gradient that nobody will step on is dropped, the models are written out."""
+        yield
+        for model in [model for model in list(self.book.models.values()) if model.session == session_id]:
+            self._drop_half(model, "its session ended")
+            if model.client is not None:
+                self.write_out(model)
+                self.let_go(model)
+        for sampler in [one for one in list(self.book.samplers.values()) if one.session == session_id]:
+            sampler.client = None
+            del self.book.samplers[sampler.sampler_id]
+
+    def _drop_half(self, model: Model, why: str) -> None:
+        if model.client is not None and model.gradient:
+            drop_gradients(model.client)
+            model.gradient, model.written = False, False
+            model.failed = f"what was accumulated is gone, for {why}: repeat the forward_backward of this step"
+
+    def write_all(self) -> None:
+        """Before the server ends. The desk's thread has ended: this one is the only one left."""
+        for model in list(self.book.models.values()):
+            if model.client is not None:
+                self._drop_half(model, "the server ended")
+                self.write_out(model)
+
+    # -------------------------------------------------------------------------------------------------------------- verbs
+
+    def forward_backward(self, model: Model, read: Callable[[], tuple[list[Datum], str, dict[str, Any]]], backward: bool) -> Steps:
+        """A slice is a micro-batch. What it cannot read, or what fails, fails the update that follows as well."""
+        try:
+            data, loss_fn, config = read()
+            client = self.client_of(model)
+            if backward:
+                model.gradient, model.written = True, False
+            output = yield from in_parts(client, data, loss_fn, config, backward=backward)
+        except BaseException as error:
+            if backward:
+                model.failed = model.failed or f"a forward_backward before it failed: {str(error)[:500]}"
+            raise
+        self.desk.tally.add("trained_tokens_total", sum(datum.model_input.length for datum in data))
+        return output
+
+    def optim_step(self, model: Model, params: AdamParams) -> Steps:
+        yield
+        failed, model.failed = model.failed, None
+        client = self.client_of(model)
+        if failed is not None:
+            drop_gradients(client)
+            model.gradient = False
+            raise UserError(f"optim_step was not run, the weights are unchanged: {failed}")
+        model.gradient, model.written = False, False
+        result = {"metrics": client.optim_step(params).result().metrics, "type": "optim_step"}
+        model.last = {"seq": model.ran, "result": result}
+        if self.desk.settings.durable:
+            self.write_out(model)
+        return result
+
+    def save_state(self, model: Model, name: str, ttl: int | None, overwrite: bool, words: dict[str, str]) -> Steps:
+        yield
+        client = self.client_of(model)
+        client.save_state(name, ttl, overwrite, {**model.user_metadata, **words}, folder=model.folder / "weights").result()
+        return {"path": self.book.path_of(model, "weights", name), "type": "save_weights"}
+
+    def save_for_sampler(self, model: Model, name: str, ttl: int | None, words: dict[str, str]) -> Steps:
+        yield
+        client, folder = self.client_of(model), model.folder / "sampler_weights"
+        client.save_weights_for_sampler(name, ttl, {**model.user_metadata, **words}, folder=folder).result()
+        self._saved[folder / name] = client.save_weights_and_get_sampling_client().result()
+        while len(self._saved) > _KEPT_SNAPSHOTS:
+            self._saved.popitem(last=False)
+        return {"path": self.book.path_of(model, "sampler_weights", name), "type": "save_weights_for_sampler"}
+
+    def save_external(self, model: Model, name: str, ttl: int | None) -> Steps:
+        """Whole weights as a Hugging Face folder: the adapter merged into its base."""
+        yield
+        client = self.client_of(model)
+        folder = model.folder / "external_weights"
+        client.save_weights_for_sampler(name, ttl, model.user_metadata, merged=model.lora_rank is not None, folder=folder).result()
+        return {"path": self.book.path_of(model, "external_weights", name), "type": "save_weights_external"}
+
+    def snapshot(self, model: Model, sampler: Sampler) -> Steps:
+        yield
+        sampler.client = self.client_of(model).save_weights_and_get_sampling_client().result()
+        self.book.samplers[sampler.sampler_id] = sampler
+        self._forget_samplers()
+        return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
+
+    def load(self, model: Model, folder: Path, with_optimizer: bool, path: str) -> Steps:
+        yield
+        client = self.client_of(model)
+        model.written = False
+        (client.load_state_with_optimizer if with_optimizer else client.load_state)(str(folder)).result()
+        model.gradient, model.failed = False, None
+        return {"path": path, "model_id": model.model_id, "type": "load_weights"}
+
+    # ----------------------------------------------------------------------------------------------------------- samplers
+
+    def sampling_client(self, sampler: Sampler) -> SamplingClient:
+        """The client of a sampling session, made or read again where it has none. On the desk's thread."""
+        if sampler.client is None:
+            if sampler.snapshot:
+                raise Refused(404, f"the weights of {sampler.sampler_id} were given back to make room: make a new sampling client")
+            kept = self._saved.get(sampler.path) if sampler.path is not None else None
+            if kept is not None:
+                sampler.client = kept
+            elif sampler.path is not None:
+                checkpoint.verify(sampler.path)
+                sampler.client = self.desk.service.create_sampling_client(model_path=str(sampler.path))
+            else:
+                sampler.client = self.desk.base_client(sampler.base)
+            self._forget_samplers()
+        return sampler.client
+
+    def _forget_samplers(self) -> None:
+        held = sorted((one for one in list(self.book.samplers.values()) if one.client is not None), key=lambda one: one.used)
+        for sampler in held[: max(0, len(held) - self.desk.settings.limits.samplers_in_memory)]:
+            sampler.client = None
+
+    def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
+        """A resolver of the desk: a sampling session's id, or a tinker:// path."""
+        if model in self.book.samplers:
+            sampler = self.book.sampler(model, owner)
+            return lambda: self.sampling_client(sampler)
+        if not model.startswith("tinker://"):
+            return None
+        found, folder = self.book.folder_of(model, owner)
+        ids: Sequence[str] = [one.sampler_id for one in list(self.book.samplers.values()) if one.path == folder and one.owner == owner]
+        sampler_id = ids[0] if ids else f"{found.model_id}:{folder.parent.name}:{folder.name}"
+        sampler = self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, owner, found.session, found.base, folder))
+        return lambda: self.sampling_client(sampler)
+
+    def tokenizer_id(self, base: ServedBase, info: Mapping[str, Any]) -> str | None:
+        """Where a client on this machine loads the tokenizer from, which it does by itself: a hub name or a folder."""
+        where = base.tokenizer or base.where
+        if info["tokenizer"] is None:
+            return None
+        if not where.startswith("tiny:"):
+            folder = Path(where).expanduser()
+            return str(folder.resolve()) if folder.is_dir() else where
+        folder = (self.book.root / "tokenizers" / where.removeprefix("tiny:")).resolve()
+        if not folder.is_dir():
+            info["tokenizer"].save_pretrained(str(folder))
+        return str(folder)

@@ -1,0 +1,346 @@
+"""Tinker's protocol, as its SDK (0.38) speaks it: sessions, models, requests with a number, and answers that are asked after."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl.clients import TrainingClient
+from rl.errors import BadRequestError
+from rl.ranks import checkpoint
+from rl.serve import convert, wire
+from rl.serve.body import Body
+from rl.serve.book import Book, Model, Sampler, Session
+from rl.serve.desk import Desk
+from rl.serve.promises import Promise, Promises, digest_of, settled
+from rl.serve.refusals import Interrupted, Refused, told
+from rl.serve.tenants import Tenants
+from rl.types import ForwardBackwardOutput, SampleResponse
+
+PROTOBUF = "application/x-protobuf"
+_SECONDS = 10 * 366 * 86400  # the longest that a checkpoint may be told to stay
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Tinker:
+    """What is answered under /api/v1 to those who train."""
+
+    def __init__(self, desk: Desk, book: Book, tenants: Tenants, promises: Promises):
+        self.desk = desk
+        self.book = book
+        self.tenants = tenants
+        self.promises = promises
+
+    def routes(self) -> list[Route]:
+        posts: dict[str, Answer] = {
+            "client/config": self.config,
+            "client/dynamic_config": self.dynamic_config,
+            "telemetry": self.telemetry,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{session_id}/finish": self.finish,
+            "create_model": self.create_model,
+            "unload_model": self.unload_model,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "save_weights_external": self.save_weights_external,
+            "load_weights": self.load_weights,
+            "retrieve_future": self.retrieve_future,
+            "cancel_future": self.cancel_future,
+            "create_custom_loss": _not_done("custom losses that run on the server: forward_backward_custom runs them in the script"),
+            "copy_weights": _not_done("copying weights: what was saved lies in the output folder, and any session of its key can load it"),
+            "retrieve_futures": _not_done("many answers at once: retrieve_future gives each"),
+            "auth/token": _not_done("exchanging a key for a token: keys are taken as they are"),
+        }
+        return [Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()]
+
+    # -------------------------------------------------------------------------------------------------------- sessions
+
+    async def config(self, request: Request) -> Response:
+        """What the SDK may do here: chunks in parallel, keys as they are, bodies as they are."""
+        flags = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "parallel_fwdbwd_chunks": True}
+        return JSONResponse({**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False})
+
+    async def dynamic_config(self, request: Request) -> Response:
+        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+
+    async def telemetry(self, request: Request) -> Response:
+        """Taken, and kept nowhere."""
+        await request.body()
+        return JSONResponse({"status": "accepted"})
+
+    async def create_session(self, request: Request) -> Response:
+        body = await Body.of(request)
+        session = self.book.open_session(request.state.owner, body.words("user_metadata"), body.maybe("display_name", str))
+        return JSONResponse({"type": "create_session", "session_id": session.session_id})
+
+    async def heartbeat(self, request: Request) -> Response:
+        body = await Body.of(request)
+        self.book.session(body.text("session_id"), request.state.owner)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        body = await Body.of(request)
+        session = self.book.session(request.path_params["session_id"], request.state.owner, alive=False)
+        reason = (body.maybe("reason", dict) or {}).get("type", "success")
+        end_session(self.desk, self.tenants, session, str(reason)[:40])
+        return Response(status_code=204)
+
+    # ---------------------------------------------------------------------------------------------------------- models
+
+    async def create_model(self, request: Request) -> Response:
+        body = await Body.of(request)
+        lora = Body(_need(body.maybe("lora_config", dict), "lora_config: full fine-tuning is not done over the network, a LoRA is"))
+        session = self.book.session(body.text("session_id"), request.state.owner)
+        base = self.desk.settings.base(body.text("base_model"))
+        optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise Refused(400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}")
+        asked = {name: lora.fields.get(name, True) for name in ("train_mlp", "train_attn", "train_unembed")}
+        rank, seed = lora.whole("rank", 1, 4096), lora.maybe_whole("seed", 0, 2**63 - 1)
+
+        def make() -> TrainingClient:
+            service = self.desk.service
+            return service.create_lora_training_client(base.where, rank, seed, **asked, tokenizer=base.tokenizer)
+
+        return self._created(session, body, base, lambda model: self.tenants.create(model, make), await request.body())
+
+    def _created(self, session: Session, body: Body, base: Any, work: Callable[[Model], Generator], raw: bytes) -> Response:
+        """A model under its number in its session, made once however often it is asked for."""
+        seq = body.whole("model_seq_id")
+        request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
+        promise = self.promises.known(request_id, digest)
+        if promise is None:
+            self.desk.turns.check_room()
+            model = self.book.add_model(session, seq, base, body.words("user_metadata"))
+            promise = self.promises.add(Promise(request_id, session.owner, "create_model", digest, session=session.session_id))
+            self.desk.submit(session.owner, model.model_id, "create_model", lambda: work(model), promise.done)
+        return JSONResponse({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
+
+    async def unload_model(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model = self.book.model(body.text("model_id"), request.state.owner)
+
+        def away() -> None:
+            self.tenants.write_out(model)
+            self.tenants.let_go(model)
+
+        await self.desk.run(model.owner, "unload_model", away)
+        promise = Promise(f"{model.model_id}:unload:{len(self.promises)}", model.owner, "unload_model")
+        self.promises.add(settled(promise, {"model_id": model.model_id, "type": "unload_model"}))
+        return JSONResponse({"request_id": promise.request_id, "model_id": model.model_id})
+
+    async def get_info(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model = self.book.model(body.text("model_id"), request.state.owner)
+        info = await self.desk.run(model.owner, "get_info", lambda: self.tenants.client_of(model).info)
+        data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": self.tenants.tokenizer_id(model.base, info)}
+        found = {"type": "get_info", "model_id": model.model_id, "model_data": data, "model_name": model.base.name}
+        return JSONResponse({**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]})
+
+    # ---------------------------------------------------------------------------------------- requests with a number
+
+    def _ask(self, model: Model, seq: int, what: str, raw: bytes, work: Callable[[], Generator[None, None, Any]]) -> Response:
+        """Takes a model's request once, whatever number of times it comes. What is wrong with its values is its answer."""
+        request_id, digest = f"{model.model_id}:{seq}", digest_of(what.encode(), raw)
+        if self.desk.ending:
+            raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
+        if self.promises.known(request_id, digest) is None:
+            promise = Promise(request_id, model.owner, what, digest, session=model.session)
+            self.tenants.ask(model, seq, promise, work)
+            self.promises.add(promise)
+        return JSONResponse({"request_id": request_id, "model_id": model.model_id})
+
+    async def forward_backward(self, request: Request) -> Response:
+        raw = await request.body()
+        if not request.headers.get("content-type", "").startswith(PROTOBUF):
+            raise Refused(415, f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker")
+        if request.headers.get("content-encoding"):
+            raise Refused(415, "compressed bodies are not read here (client/config says so: proto_compress_fwdbwd)")
+        message = await asyncio.to_thread(wire.parse, "ForwardBackwardRequest", raw)
+        model = self.book.model(message.model_id, request.state.owner)
+        if message.seq_id < 1:
+            raise Refused(400, f"seq_id is at least 1, got {message.seq_id}")
+        backward = not message.forward_only
+
+        def read() -> tuple[list[Any], str, dict[str, Any]]:
+            tokens = sum(len(chunk.encoded_text.tokens) // 4 for one in message.data for chunk in one.model_input)
+            if tokens > self.desk.settings.limits.tokens:
+                raise BadRequestError(f"{tokens} tokens at once, and this server takes {self.desk.settings.limits.tokens}: send less")
+            return [convert.datum(one) for one in message.data], message.loss_fn, convert.loss_config(message)
+
+        what = "forward_backward" if backward else "forward"
+        return self._ask(model, message.seq_id, what, raw, lambda: self.tenants.forward_backward(model, read, backward))
+
+    async def optim_step(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model, seq = self._numbered(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            if body.fields.get("optimizer_params") is not None:
+                raise BadRequestError("there is AdamW alone here: optim_step takes types.AdamParams")
+            return self.tenants.optim_step(model, convert.adam_params(body.fields.get("adam_params")))
+
+        return self._ask(model, seq, "optim_step", await request.body(), lambda: _late(work))
+
+    def _numbered(self, body: Body, request: Request) -> tuple[Model, int]:
+        return self.book.model(body.text("model_id"), request.state.owner), body.whole("seq_id", 1)
+
+    async def save_weights(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model, seq = self._numbered(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            words, overwrite = body.words("user_metadata"), body.flag("overwrite")
+            return self.tenants.save_state(model, _name(body, seq), _ttl(body), overwrite, words)
+
+        return self._ask(model, seq, "save_weights", await request.body(), lambda: _late(work))
+
+    async def save_weights_for_sampler(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model, seq = self._numbered(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            if body.fields.get("kind", "snapshot") != "snapshot":
+                raise BadRequestError("kind is 'snapshot' here: make a new sampling client after each update")
+            if body.fields.get("path") is not None:
+                return self.tenants.save_for_sampler(model, _name(body, seq), _ttl(body), body.words("user_metadata"))
+            sampler_id = f"{model.session}:sample:{body.whole('sampling_session_seq_id')}"
+            if sampler_id in self.book.samplers:
+                raise BadRequestError(f"there is a sampling session {sampler_id} already")
+            return self.tenants.snapshot(model, Sampler(sampler_id, model.owner, model.session, model.base, snapshot=True))
+
+        return self._ask(model, seq, "save_weights_for_sampler", await request.body(), lambda: _late(work))
+
+    async def save_weights_external(self, request: Request) -> Response:
+        body = await Body.of(request)
+        model, seq = self._numbered(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            if body.fields.get("age_encryption_recipients"):
+                raise BadRequestError("weights are not encrypted here: leave age_encryption_recipients out")
+            return self.tenants.save_external(model, _name(body, seq), _ttl(body))
+
+        return self._ask(model, seq, "save_weights_external", await request.body(), lambda: _late(work))
+
+    async def load_weights(self, request: Request) -> Response:
+        body = await Body.of(request)
+        owner, path, with_optimizer = request.state.owner, body.text("path"), body.flag("optimizer")
+        kinds = ("weights",) if with_optimizer else ("weights", "sampler_weights")
+        if body.fields.get("model_id") is not None:
+            model, seq = self._numbered(body, request)
+
+            def work() -> Generator[None, None, Any]:
+                return self.tenants.load(model, self.book.folder_of(path, owner, kinds=kinds)[1], with_optimizer, path)
+
+            return self._ask(model, seq, "load_weights", await request.body(), lambda: _late(work))
+        session = self.book.session(body.text("session_id"), owner)
+        source, folder = self.book.folder_of(path, owner, kinds=kinds)
+        base = source.base if body.maybe("base_model", str) is None else self.desk.settings.base(body.text("base_model"))
+        optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise Refused(400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}")
+
+        def make() -> TrainingClient:
+            service = self.desk.service
+            if with_optimizer:
+                return service.create_training_client_from_state_with_optimizer(str(folder), base.where)
+            return service.create_training_client_from_state(str(folder), base.where)
+
+        def create(model: Model) -> Generator[None, None, Any]:
+            made = yield from self.tenants.create(model, make)
+            return {**made, "path": path, "type": "load_weights"}
+
+        return self._created(session, body, base, create, await request.body())
+
+    # --------------------------------------------------------------------------------------------------------- answers
+
+    async def retrieve_future(self, request: Request) -> Response:
+        """The answer, or 408 when it is not there after a while; the SDK asks again."""
+        body = await Body.of(request)
+        promise = self.promises.find(body.text("request_id"), request.state.owner)
+        if not await promise.wait(self.desk.settings.limits.poll_seconds):
+            state = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
+            return JSONResponse(state, status_code=408)
+        promise.told = promise.told or time.monotonic()
+        if promise.done.cancelled():
+            return JSONResponse({"error": "it was cancelled", "category": "user"})
+        error = promise.done.exception()
+        if isinstance(error, Interrupted):
+            raise Refused(503, "the server is shutting down, and had not begun with this: try again", retry_after=5.0)
+        if error is not None:
+            message, category = told(error, promise.what)
+            return JSONResponse({"error": message, "category": category})
+        protobuf = PROTOBUF in request.headers.get("accept", "")
+        return await asyncio.to_thread(_answer, promise.done.result(), protobuf)
+
+    async def cancel_future(self, request: Request) -> Response:
+        """Of a sample that nobody wants any more; what trains runs on."""
+        body = await Body.of(request)
+        promise = self.promises.find(body.text("request_id"), request.state.owner)
+        if promise.what == "sample":
+            promise.done.cancel()
+        return Response(status_code=204)
+
+
+def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> None:
+    """What has not begun fails, what it holds in memory is given back; the first reason stays."""
+    if session.finished is not None:
+        return
+    session.finished = reason
+    tenants.book.keep(session)
+    for model in [model for model in list(tenants.book.models.values()) if model.session == session.session_id]:
+        waiting, model.waiting = dict(model.waiting), {}
+        for job in waiting.values():
+            job.done.set_exception(Refused(410, f"its session has ended ({reason})"))
+    desk.submit(session.owner, f"{session.session_id}:end", "end_session", lambda: tenants.end_session(session.session_id))
+
+
+def _answer(result: Any, protobuf: bool) -> Response:
+    if isinstance(result, ForwardBackwardOutput):
+        if protobuf:
+            return Response(convert.forward_backward_output(result), media_type=PROTOBUF)
+        return JSONResponse(convert.output_json(result))
+    if isinstance(result, SampleResponse):
+        return Response(convert.sample_response(result), media_type=PROTOBUF) if protobuf else JSONResponse(convert.sample_json(result))
+    return JSONResponse(result)
+
+
+def _late(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:
+    """Reads what was asked for when its turn has come: what is wrong with it is its answer, and leaves no gap in the numbers."""
+    return (yield from work())
+
+
+def _not_done(what: str) -> Answer:
+    async def refuse(request: Request) -> Response:
+        raise Refused(400, f"not done here: {what}")
+
+    return refuse
+
+
+def _need(found: Any, what: str) -> Any:
+    if found is None:
+        raise Refused(400, f"the body lacks {what}")
+    return found
+
+
+def _name(body: Body, seq: int) -> str:
+    name = body.maybe("path", str)
+    if name is None:
+        return f"step-{seq:06d}"
+    if not checkpoint.is_name(name):
+        raise BadRequestError(f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name[:80]!r}")
+    return name
+
+
+def _ttl(body: Body) -> int | None:
+    return body.maybe_whole("ttl_seconds", 1, _SECONDS)

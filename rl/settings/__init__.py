@@ -1,0 +1,71 @@
+"""What was asked for: fields, recipes, the command line, its help."""
+
+from rl.settings import help_pages
+from rl.settings.checks import only_with, without_samples
+from rl.settings.cli import override, parse, read
+from rl.settings.correction_tables import CorrectionSettings
+from rl.settings.data_tables import AnswerDataSettings, DataFormat, DataSettings, PreferenceDataSettings
+from rl.settings.environment_tables import EnvironmentSettings
+from rl.settings.fields import Given, SettingsError, as_flags, build, flatten, nearest, unflatten, words_of
+from rl.settings.flow_tables import FlowSettings
+from rl.settings.ranges import FINITE, POSITIVE, RATE, SIZE, Inside, NotNegative, Range, Share, Weight, check_ranges
+from rl.settings.run_plan import Run, StagePlan, difference, from_resolved, resolved
+from rl.settings.tables import (
+    KlSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    RowLoopSettings,
+    RunSettings,
+    SamplingSettings,
+    ShapingSettings,
+)
+
+__all__ = [
+    "NotNegative",
+    "SIZE",
+    "AnswerDataSettings",
+    "DataFormat",
+    "CorrectionSettings",
+    "DataSettings",
+    "EnvironmentSettings",
+    "FINITE",
+    "FlowSettings",
+    "Given",
+    "Inside",
+    "KlSettings",
+    "LearnedRewardSettings",
+    "LoopSettings",
+    "ModelSettings",
+    "OptimSettings",
+    "POSITIVE",
+    "PreferenceDataSettings",
+    "RATE",
+    "Range",
+    "RowLoopSettings",
+    "Run",
+    "RunSettings",
+    "SamplingSettings",
+    "SettingsError",
+    "ShapingSettings",
+    "Share",
+    "StagePlan",
+    "Weight",
+    "as_flags",
+    "build",
+    "check_ranges",
+    "difference",
+    "flatten",
+    "from_resolved",
+    "help_pages",
+    "nearest",
+    "only_with",
+    "override",
+    "parse",
+    "read",
+    "resolved",
+    "unflatten",
+    "without_samples",
+    "words_of",
+]

@@ -1,0 +1,41 @@
+"""The section of methods' settings about who waits for whom: episodes, rewards, learner. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from rl.settings.checks import only_with
+from rl.settings.ranges import Range, Size, check_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSettings:
+    """How sampling, environments, rewards and learning wait for each other."""
+
+    episodes: Literal["in_step", "continuous"] = "in_step"
+    """in_step: all episodes of a batch take their turns together. continuous: each goes on as soon as its own turn, tool or reward is ready, while others decode; for slow rewards and episodes of uneven length. The same tokens are drawn either way."""
+    max_waiting: Annotated[int, Range(1, 100_000)] = 256
+    """continuous: environments and rewards that may be at work at once."""
+    slice_steps: Size = 16
+    """continuous: tokens that each running answer gets before whoever has become ready joins."""
+    stream_minibatches: Annotated[int, Range(1, 10**6)] = 1
+    """Add a batch's gradient up over so many parts, each as soon as its groups have ended, while the rest are still sampled; one update, the same as of the whole batch. 1: after all of it."""
+    max_steps_off_policy: Annotated[int, Range(0, 10_000)] = 0
+    """Sample on while the learner updates: no trained token is drawn by weights more than so many updates older than those it trains. 0: sampling and learning take turns, as ever."""
+    over_age: Literal["finish", "redraw"] = "finish"
+    """Of a group that would pass that age before it has ended. finish: the update waits until it has (its rest is drawn by the newest weights). redraw: it is given back and drawn anew by the newest weights, and the batch is filled with others. Both are counted."""
+    recompute_cache: bool = False
+    """Where new weights reach an answer that is being drawn: read it again by them; off: go on with what the older weights read."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        moving = self.continuous
+        only_with(self, ("max_waiting", "slice_steps"), moving, "episodes is in_step", "set episodes to continuous")
+        late = self.max_steps_off_policy > 0
+        only_with(self, ("over_age", "recompute_cache"), late, "max_steps_off_policy is 0", "set max_steps_off_policy, such as 2")
+
+    @property
+    def continuous(self) -> bool:
+        """Whether episodes go on by themselves: asked for, or needed for what was."""
+        return self.episodes == "continuous" or self.stream_minibatches > 1 or self.max_steps_off_policy > 0

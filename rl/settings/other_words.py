@@ -1,0 +1,84 @@
+"""What settings are called elsewhere: TRL's, verl's and Hugging Face's words, each with what it is called here and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+# word elsewhere: (setting here, what to know). Where there is no such setting, "" and what does its work.
+_WORDS: dict[str, tuple[str, str]] = {
+    "lr": ("learning_rate", ""),
+    "max_steps": ("steps", "batches, each of one optimizer step or of num_substeps"),
+    "num_steps": ("steps", ""),
+    "num_iterations": ("", "each batch is trained on once, in num_substeps optimizer steps; ppo has epochs"),
+    "total_steps": ("steps", ""),
+    "num_generations": ("group_size", "batch_size counts problems, not answers"),
+    "n_samples_per_prompt": ("group_size", "batch_size counts problems, not answers"),
+    "rollout_n": ("group_size", "batch_size counts problems, not answers"),
+    "max_completion_length": ("max_tokens", ""),
+    "max_new_tokens": ("max_tokens", ""),
+    "max_response_length": ("max_tokens", ""),
+    "response_length": ("max_tokens", ""),
+    "gradient_accumulation_steps": (
+        "token_budget",
+        "positions in one micro-batch: a batch is cut into as many as it takes, and the gradient does not depend on it",
+    ),
+    "per_device_train_batch_size": ("batch_size", "problems a step, over all GPUs; memory is set by token_budget"),
+    "train_batch_size": ("batch_size", "problems a step, over all GPUs; memory is set by token_budget"),
+    "ppo_mini_batch_size": ("num_substeps", "into how many optimizer steps a batch is split"),
+    "ppo_micro_batch_size": ("token_budget", "positions in one micro-batch"),
+    "micro_batch_size": ("token_budget", "positions in one micro-batch"),
+    "beta": ("kl_coef", ""),
+    "kl_loss_coef": ("kl_coef", "with kl_in loss"),
+    "init_kl_coef": ("kl_coef", "with kl_in reward"),
+    "epsilon": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
+    "clip_range": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
+    "cliprange": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
+    "epsilon_high": ("clip_high", "a ratio: 1 + epsilon, such as 1.28"),
+    "loss_type": ("variant", "dr_grpo, dapo, gspo, ...; or loss and normalise one by one"),
+    "scale_rewards": ("advantage", "mean_std divides by the group's standard deviation, mean does not"),
+    "mask_truncated_completions": ("", "cut_off_penalty and overlong_share are for answers that max_tokens cut off"),
+    "reward_funcs": ("reward", "several: rewards NAME WEIGHT ..."),
+    "reward_weights": ("rewards", "rewards NAME WEIGHT NAME WEIGHT ..."),
+    "model": ("base_model", ""),
+    "model_name": ("base_model", ""),
+    "model_name_or_path": ("base_model", ""),
+    "ref_model": ("reference_model", ""),
+    "dataset_name": ("dataset", ""),
+    "train_dataset": ("dataset", ""),
+    "lora_r": ("lora_rank", ""),
+    "use_peft": ("lora_rank", "above 0"),
+    "lora_target_modules": ("train_attn", "train_attn, train_mlp and train_unembed are switches"),
+    "load_in_4bit": ("base_dtype", "4bit, with lora_rank"),
+    "optim": ("optimizer", "adamw, adamw_8bit, paged_adamw_8bit"),
+    "bf16": ("precision", "bf16"),
+    "fp16": ("precision", "bf16 or fp32"),
+    "lr_scheduler_type": ("schedule", "constant, linear, cosine"),
+    "warmup_ratio": ("warmup_steps", "a number of steps"),
+    "max_grad_norm": ("grad_clip_norm", ""),
+    "adam_beta1": ("beta1", ""),
+    "adam_beta2": ("beta2", ""),
+    "adam_epsilon": ("adam_eps", ""),
+    "logging_steps": ("", "every step is logged, to metrics.jsonl"),
+    "save_steps": ("save_every", ""),
+    "eval_steps": ("eval_every", ""),
+    "save_total_limit": ("keep_last", ""),
+    "report_to": ("wandb_project", "a project's name; metrics.jsonl and curves.png are always written"),
+    "run_name": ("name", ""),
+    "resume_from_checkpoint": ("resume", "with --output-dir; from the newest checkpoint"),
+    "use_vllm": ("", "the sampler is in the same process"),
+    "vllm_gpu_memory_utilization": ("kv_cache_tokens", "the KV cache in tokens"),
+    "num_train_epochs": ("steps", "batches; rows / batch_size of them are an epoch"),
+    "disable_dropout": ("", "nothing drops out here, ever"),
+}
+
+
+def hint(word: str, known: Collection[str]) -> str | None:
+    """What a setting of another library is called here; None for a word of none, or of what this run's methods have not."""
+    if word not in _WORDS:
+        return None
+    here, more = _WORDS[word]
+    if not here:
+        return f"; there is no such setting: {more}"
+    if here not in known:
+        return None
+    return f"; it is called --{here.replace('_', '-')} here" + (f" ({more})" if more else "")

@@ -1,0 +1,199 @@
+"""Recipes: YAML files of settings, read with the line of each, so that a mistake can be pointed at.
+
+Scalars stay the text that was written; the setting's own type decides what it means. So `3e-4` is a number where a number
+is wanted (YAML 1.1 would make it a string) and `no` is a word where a word is wanted (YAML 1.1 would make it false).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from rl.settings.fields import Given
+
+_LARGEST, _NODES, _DEEPEST = 1 << 18, 20_000, 16  # bytes; values; a stage's list of pairs is five deep
+_HALF = re.compile("[\ud800-\udfff]")
+_TOO_DEEP = f"nested more than {_DEEPEST} deep, or a value that holds itself; a recipe is a mapping of settings"
+# Checkpoints are called <name>-000020, so a stage's name has to fit theirs (rl.ranks.checkpoint; no torch is imported for it here).
+_FILE_NAME = re.compile(r"(?!.*\.partial-)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass
+class RecipeStage:
+    """One stage as written: `method` (None: not said), `name`, and the settings of this stage alone."""
+
+    method: str | None
+    name: str | None
+    line: int
+    given: dict[str, Given] = field(default_factory=dict)
+
+
+@dataclass
+class Recipe:
+    """A recipe as written. `shared`: settings at the top level. `stages` is empty for a file of settings without `method:`."""
+
+    path: Path
+    shared: dict[str, Given] = field(default_factory=dict)
+    stages: list[RecipeStage] = field(default_factory=list)
+
+
+def _pairs(node: yaml.MappingNode, path: Path, problems: list[str]) -> dict[str, tuple[yaml.Node, int]]:
+    """Key (with underscores) to (value, line from 1). A key given twice is a problem: YAML would keep the last in silence."""
+    pairs: dict[str, tuple[yaml.Node, int]] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"{path} line {line}: a key is a setting's name, not a list or a mapping")
+            continue
+        key = key_node.value.replace("-", "_")
+        if key in pairs:
+            problems.append(f"{path} line {line}: {key} is given twice (first in line {pairs[key][1]}); keep one")
+            continue
+        pairs[key] = (value_node, line)
+    return pairs
+
+
+def _misshapen(root: yaml.Node) -> str | None:
+    """What no recipe has: nodes within nodes without end (an alias of what holds it), more of them than anybody wrote (aliases of
+    aliases, each of which counts as all that it stands for), or text that is none. Escapes of half characters are put together."""
+    waiting, seen = [(root, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        seen += 1
+        if depth > _DEEPEST:
+            return _TOO_DEEP
+        if seen > _NODES:
+            return f"with its aliases it stands for more than {_NODES} values, which no recipe does"
+        if isinstance(node, yaml.MappingNode):
+            waiting += [(part, depth + 1) for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(part, depth + 1) for part in node.value]
+        elif _HALF.search(node.value):  # an escape as JSON writes what lies beyond 16 bits
+            node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            if "\ufffd" in node.value:
+                return f"line {node.start_mark.line + 1} holds half a character (an escape from \\ud800 to \\udfff alone)"
+    return None
+
+
+def _words(node: yaml.Node) -> tuple[str, ...]:
+    if isinstance(node, yaml.ScalarNode):
+        return ("None" if _is_null(node) else node.value,)
+    if isinstance(node, yaml.MappingNode):
+        return tuple(word for pair in node.value for part in pair for word in _words(part))
+    return tuple(word for item in node.value for word in _words(item))
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+
+
+def _given(key: str, node: yaml.Node, line: int, path: Path) -> Given:
+    return Given(_words(node), f"{path} line {line}, {key}", is_null=_is_null(node))
+
+
+def _all_given(pairs: dict[str, tuple[yaml.Node, int]], path: Path, problems: list[str]) -> dict[str, Given]:
+    """The settings of a mapping; of `environment: {name: ..., key: value}` the name, and the keys as environment.key."""
+    found: dict[str, Given] = {}
+    for key, (value, line) in pairs.items():
+        if key != "environment" or not isinstance(value, yaml.MappingNode):
+            found[key] = _given(key, value, line, path)
+            continue
+        own = _pairs(value, path, problems)
+        if "name" not in own:
+            problems.append(f"{path} line {line}: environment has no `name:`; it is a name, or a mapping of its name and settings")
+        for inner, (node, at) in own.items():
+            name = key if inner == "name" else f"{key}.{inner}"
+            found[name] = _given(name, node, at, path)
+    return found
+
+
+def _word(key: str, pair: tuple[yaml.Node, int] | None, path: Path, problems: list[str]) -> str | None:
+    """The one word of `method:` or `name:`; None where it is not given."""
+    if pair is None:
+        return None
+    node, line = pair
+    if not isinstance(node, yaml.ScalarNode) or _is_null(node) or not node.value:
+        problems.append(f"{path} line {line}: {key} takes one word")
+        return None
+    return node.value
+
+
+def _stage(node: yaml.Node, path: Path, problems: list[str]) -> RecipeStage | None:
+    line = node.start_mark.line + 1
+    if not isinstance(node, yaml.MappingNode):
+        problems.append(f"{path} line {line}: a stage is a mapping with `method:` and settings")
+        return None
+    pairs = _pairs(node, path, problems)
+    if "method" not in pairs:
+        problems.append(f"{path} line {line}: this stage says no `method:`")
+    method = _word("method", pairs.pop("method", None), path, problems)
+    name_line = pairs["name"][1] if "name" in pairs else line
+    name = _word("name", pairs.pop("name", None), path, problems)
+    if name is not None and not _FILE_NAME.fullmatch(name):
+        shown = name if len(name) <= 110 else f"{name[:100]}..."
+        problems.append(
+            f"{path} line {name_line}: the stage's name {shown!r} is that of its checkpoints' folders too: at most 100 letters, digits, "
+            "'.', '_' and '-', the first a letter or digit"
+        )
+    return RecipeStage(method, name, line, _all_given(pairs, path, problems))
+
+
+def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{path} line {error.problem_mark.line + 1}: not YAML: {error.problem}"
+    return f"{path}: not YAML: {error}"
+
+
+def read_recipe(path: Path, problems: list[str]) -> Recipe:
+    """Read `path`. Mistakes of form go to `problems`; what could be read is returned all the same."""
+    recipe = Recipe(path)
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST:
+            problems.append(f"{path}: {size} bytes are no recipe (one has at most {_LARGEST})")
+            return recipe
+        root = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        problems.append(_syntax_problem(path, error))
+        return recipe
+    except RecursionError:
+        problems.append(f"{path}: {_TOO_DEEP}")
+        return recipe
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return recipe
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(f"{path}: a recipe is a mapping of settings, like `learning_rate: 3e-4`; this file is not")
+        return recipe
+    if (bad := _misshapen(root)) is not None:
+        problems.append(f"{path}: {bad}")
+        return recipe
+    pairs = _pairs(root, path, problems)
+    if "stages" in pairs and "method" in pairs:
+        problems.append(f"{path} line {pairs['method'][1]}: `method:` and `stages:` exclude each other")
+    method_pair, stages_pair = pairs.pop("method", None), pairs.pop("stages", None)
+    if stages_pair is not None:
+        node, line = stages_pair
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            problems.append(f"{path} line {line}: `stages:` is a list of mappings, each with `method:` and settings")
+        else:
+            recipe.stages = [stage for item in node.value if (stage := _stage(item, path, problems)) is not None]
+    elif method_pair is not None:
+        recipe.stages = [RecipeStage(_word("method", method_pair, path, problems), None, method_pair[1])]
+    recipe.shared = _all_given(pairs, path, problems)
+    return recipe
+
+
+def summary(path: Path) -> str:
+    """The first comment of a recipe, up to the end of its line; "" where there is none."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("#"):
+            text = line.lstrip("# ").strip()
+            if text:
+                return text
+        elif line.strip():
+            break
+    return ""

@@ -1,0 +1,112 @@
+"""What was asked for: a `Run` of stages, and a `Run` to the config.json of its folder and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl.settings.fields import SettingsError, defaults, flatten, show, unflatten
+
+
+class MethodSpec(Protocol):
+    """A method on the command line: its settings class and one line on what it does."""
+
+    @property
+    def settings(self) -> type: ...
+
+    @property
+    def summary(self) -> str: ...
+
+    @property
+    def variants(self) -> Mapping[str, Mapping[str, Any]]:
+        """By the value of the setting `variant`, the flat settings that this stands for where they are not given."""
+        ...
+
+
+class RunOptions(Protocol):
+    """What the run-level settings class must hold for this module; the rest of it is passed through."""
+
+    @property
+    def name(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a run. `settings` is an instance of the method's settings class."""
+
+    method: str
+    name: str
+    settings: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was asked for: stages in order, run-level `options`, and the recipe it came from, if any."""
+
+    name: str
+    stages: tuple[StagePlan, ...]
+    options: Any
+    recipe: str | None = None
+
+
+def resolved(run: Run) -> dict[str, Any]:
+    """Everything the run was asked for, as JSON: `name`, `recipe`, `options` and `stages`, settings by their flat names."""
+    stages = [{"method": s.method, "name": s.name, "settings": flatten(s.settings)} for s in run.stages]
+    return {"name": run.name, "recipe": run.recipe, "options": flatten(run.options), "stages": stages}
+
+
+def from_resolved(
+    config: Mapping[str, Any], methods: Mapping[str, MethodSpec], *, options: type, place: str = "config.json"
+) -> Run:
+    """The inverse of `resolved`. SettingsError names what no longer fits (a method or setting that is gone, a wrong type)."""
+    problems: list[str] = []
+    stages: list[StagePlan] = []
+    missing = [key for key in ("name", "options", "stages") if key not in config]
+    if missing:
+        raise SettingsError([f"{place}: no {key!r} in it; is it the config.json of a run?" for key in missing])
+    for stage in config["stages"]:
+        if stage["method"] not in methods:
+            problems.append(f"{place}: unknown method {stage['method']!r} (methods: {', '.join(methods)})")
+            continue
+        settings = unflatten(methods[stage["method"]].settings, stage["settings"], problems, f"{place} stage {stage['name']}")
+        stages.append(StagePlan(stage["method"], stage["name"], settings))
+    options_value = unflatten(options, config["options"], problems, place)
+    if problems:
+        raise SettingsError(problems)
+    return Run(config["name"], tuple(stages), options_value, config.get("recipe"))
+
+
+def difference(
+    saved: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    *,
+    ignore: Collection[str] = ("resume", "overwrite", "output_dir"),
+    methods: Mapping[str, MethodSpec] | None = None,
+    options: type | None = None,
+) -> list[str]:
+    """One line for each setting that two `resolved` runs do not share ("stage grpo: learning_rate 0.0003 -> 0.001").
+
+    `methods`, `options`: whose defaults a setting has that `saved` lacks, because it is of before there was such a setting.
+    """
+    lines: list[str] = []
+
+    def compare(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any], cls: type | None) -> None:
+        old = {**({} if cls is None else defaults(cls, new.keys() - old.keys())), **old}
+        for key in dict.fromkeys([*old, *new]):
+            if key in ignore or (key in old and key in new and old[key] == new[key]):
+                continue
+            before = show(old[key]) if key in old else "(not set)"
+            after = show(new[key]) if key in new else "(not set)"
+            lines.append(f"{prefix}{key} {before} -> {after}")
+
+    compare("", saved["options"], asked["options"], options)
+    old_stages, new_stages = saved["stages"], asked["stages"]
+    old_names, new_names = ([f"{s['name']} ({s['method']})" for s in stages] for stages in (old_stages, new_stages))
+    if old_names != new_names:
+        return [*lines, f"stages {', '.join(old_names)} -> {', '.join(new_names)}"]
+    for old, new in zip(old_stages, new_stages, strict=True):
+        method = None if methods is None else methods.get(new["method"])
+        cls = None if method is None else method.settings
+        compare(f"stage {old['name']}: " if len(old_stages) > 1 else "", old["settings"], new["settings"], cls)
+    return lines

@@ -1,0 +1,60 @@
+"""How a model learns: an optimizer step's settings, an adapter's. Names and fields as in Tinker's client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from rl.types.checked import number
+from rl.types.training_data import TensorData
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """AdamW for one optimizer step. `grad_clip_norm` 0 means no clipping; the norm is reported either way.
+
+    Raises ValueError for a number that no update can be made with.
+    """
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("learning_rate", self.learning_rate, "a finite number of at least 0, such as 1e-4", least=0)
+        for name in ("beta1", "beta2"):
+            if number(name, getattr(self, name), "at least 0 and below 1, such as 0.9", least=0, most=1) == 1.0:
+                raise ValueError(f"{name} is at least 0 and below 1, such as 0.9, got {getattr(self, name)}")
+        number("eps", self.eps, "at least 1e-30, such as 1e-8: a weight without a gradient is divided by it", least=1e-30)
+        number("weight_decay", self.weight_decay, "a finite number of at least 0 (0: none)", least=0)
+        number("grad_clip_norm", self.grad_clip_norm, "a finite number of at least 0 (0: no clipping)", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamOptimizerConfig:
+    """Which optimizer a training client has: there is AdamW alone."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+OptimParams: TypeAlias = AdamParams
+OptimizerConfig: TypeAlias = AdamOptimizerConfig
+LossFnType: TypeAlias = str  # see rl.losses.LOSSES
+LossFnInputs: TypeAlias = dict[str, TensorData]
+LossFnOutput: TypeAlias = dict[str, TensorData]
+ModelID: TypeAlias = str
+TensorDtype: TypeAlias = Literal["int64", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    rank: int = 32
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+    alpha: float | None = None  # extension: None means alpha = rank, so the adapter's scale is 1
+    train_vision: bool = False  # extension: of a model that sees, its vision tower and projector as well

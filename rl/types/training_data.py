@@ -1,0 +1,259 @@
+"""What a model learns on: arrays, training sequences, and where their tokens came from. Names and fields as in Tinker's client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.types.inputs import ModelInput
+
+_DTYPES = {"int64": np.int64, "float32": np.float32}
+
+
+class TensorData:
+    """An array that travels between driver and workers: `data` (flat), `dtype` ("int64" | "float32"), `shape`.
+
+    Kept as one numpy array (`array`), so no copy is made on the way. Rows in compressed form (`sparse_crow_indices`,
+    `sparse_col_indices`, with `shape`) are filled up with zeros. Raises ValueError for what is no rectangle of numbers, and for
+    ids that are no whole numbers.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(
+        self,
+        data: Any,
+        dtype: str | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | None = None,
+        sparse_col_indices: Sequence[int] | None = None,
+    ):
+        if dtype is not None and dtype not in _DTYPES:
+            raise ValueError(f"TensorData dtype is 'int64' or 'float32', got {dtype!r}")
+        array = np.asarray(data)
+        if array.size == 0 and array.dtype == object:
+            array = array.astype(np.float32)
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"TensorData holds a rectangle of numbers, got {_shortly(data)}")
+        if dtype is None:
+            dtype = "int64" if array.dtype.kind in "iub" else "float32"
+        if dtype == "int64":
+            _check_whole(array)
+        with np.errstate(over="ignore"):  # a number beyond float32 is infinite, which is looked at where it counts
+            array = np.ascontiguousarray(array, dtype=_DTYPES[dtype])
+        if sparse_crow_indices is not None or sparse_col_indices is not None:
+            array = _filled(array, shape, sparse_crow_indices, sparse_col_indices)
+        if shape is not None:
+            try:
+                array = array.reshape(tuple(shape))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{array.size} numbers do not have the shape {shape!r}") from error
+        self.array: np.ndarray = array
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> TensorData:
+        return cls(array)
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        tensor = tensor.detach().cpu()
+        return cls((tensor.float() if tensor.is_floating_point() else tensor).numpy())
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
+        """The same as `from_torch`: nothing is sent anywhere, so nothing is compressed."""
+        return cls.from_torch(tensor.to_dense())
+
+    def to_numpy(self, pad_value: int = 0) -> np.ndarray:
+        return self.array
+
+    def to_torch(self, pad_value: int = 0) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.array.copy() if not self.array.flags.writeable else self.array)
+
+    def tolist(self, pad_value: int = 0) -> list:
+        return self.array.tolist()
+
+    @property
+    def data(self) -> list:
+        return self.array.reshape(-1).tolist()
+
+    @property
+    def dtype(self) -> str:
+        return str(self.array.dtype)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.array.shape)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return f"TensorData(shape={self.shape}, dtype={self.dtype!r})"
+
+
+def _shortly(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _check_whole(array: np.ndarray) -> None:
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (array == np.trunc(array)).all() and (np.abs(array) < 2**63).all()):
+        raise ValueError(f"int64 data holds whole numbers, got {_shortly(array.reshape(-1)[:6].tolist())}")
+    if array.dtype == np.uint64 and (array >= 2**63).any():
+        raise ValueError(f"int64 data lies below 2**63, got {int(array.max())}")
+
+
+def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarray:
+    """The array whose row i has values[rows[i]:rows[i + 1]] at those columns, and zeros elsewhere."""
+    if shape is None or len(shape) != 2 or rows is None or columns is None or len(rows) != shape[0] + 1 or len(columns) != len(values):
+        raise ValueError("compressed rows come with a shape of two numbers, sparse_crow_indices (one more than rows) and a column a value")
+    counts, array = np.diff(np.asarray(rows)), np.zeros(tuple(shape), dtype=values.dtype)
+    if (counts < 0).any() or counts.sum() != len(values) or (np.asarray(columns) >= shape[1]).any() or (np.asarray(columns) < 0).any():
+        raise ValueError(f"sparse_crow_indices or sparse_col_indices do not fit the shape {list(shape)} and {len(values)} values")
+    array[np.repeat(np.arange(shape[0]), counts), np.asarray(columns, dtype=np.int64)] = values
+    return array
+
+
+# The loss inputs that are known, with their dtypes. Others (fields of a custom loss) are float32 unless integers.
+LOSS_INPUT_DTYPES: Mapping[str, str] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "advantages": "float32",
+    "logprobs": "float32",
+    "mask": "float32",
+    "ref_logprobs": "float32",
+    "drawn_logprobs": "float32",
+    "returns": "float32",
+    "values_old": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "sequence_ratio_mask": "float32",
+}
+
+
+def _tensor_data(name: str, value: Any) -> TensorData:
+    if isinstance(value, TensorData):
+        data = value
+    elif isinstance(value, (int, float)):
+        raise ValueError(f"loss_fn_inputs[{name!r}] is one number ({value!r}); it needs one value a token, e.g. [{value!r}] * n")
+    elif value is None:
+        raise ValueError(f"loss_fn_inputs[{name!r}] is None: leave the field out, or give one value a token")
+    else:
+        try:
+            data = TensorData.from_torch(value) if type(value).__module__.startswith("torch") else TensorData(value)
+        except ValueError as error:
+            raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from error
+    dtype = LOSS_INPUT_DTYPES.get(name, data.dtype)
+    return data if data.dtype == dtype else TensorData(data.array, dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptProvenanceSpan:
+    """A run of tokens that stood in a sampled sequence's prompt, at positions `offset` to `offset + length`."""
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        _check_span(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledProvenanceSpan:
+    """A run of tokens that were sampled: tokens `offset` to `offset + length` of the sequence of that id."""
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        _check_span(self)
+
+
+ProvenanceSpans = Sequence[PromptProvenanceSpan | SampledProvenanceSpan]
+
+
+def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
+    if span.length < 0 or span.offset < 0 or not span.sequence_id:
+        raise ValueError(f"a span has a sequence_id, an offset and a length of at least 0; got {span!r}")
+
+
+@dataclass(slots=True)
+class Datum:
+    """One training sequence: the input tokens and, for each position, what the loss needs there.
+
+    `loss_fn_inputs` takes lists, numpy arrays, torch tensors or TensorData; each has the length of `model_input`
+    (`target_tokens` and `weights` may be (N, K) for soft targets). Lengths are checked where the loss is known.
+    `model_input_spans`, `loss_fn_input_spans`: see `with_provenance`.
+    `episode_share` (extension): the share of its episode's action tokens that it holds, 1 unless the episode makes several datums.
+    `temperature` (extension): at which its actions were drawn, which the learner scores them at. None: it is told by the spans or
+    found by tokens and logprobs, where this process drew them.
+    `experts` (extension): those that each token went to when it was drawn, int16 [N, layers with experts * experts a token], -1 where it
+    is not known; a learner with router replay sends it there again.
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+    model_input_spans: ProvenanceSpans | None
+    loss_fn_input_spans: ProvenanceSpans | None
+    episode_share: float
+    temperature: float | None
+    experts: np.ndarray | None
+
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+        *,
+        episode_share: float = 1.0,
+        temperature: float | None = None,
+        experts: np.ndarray | None = None,
+    ):
+        if experts is not None and (experts.ndim != 2 or len(experts) != model_input.length):
+            raise ValueError(f"experts of shape {experts.shape} for an input of {model_input.length} tokens: one row a token is expected")
+        if (model_input_spans is None) != (loss_fn_input_spans is None):
+            raise ValueError("provenance is of the model input and of the loss inputs: give both lists of spans or neither")
+        self.model_input = model_input
+        self.model_input_spans = model_input_spans
+        self.loss_fn_input_spans = loss_fn_input_spans
+        self.episode_share = episode_share
+        self.temperature = temperature
+        self.experts = experts
+        self.loss_fn_inputs = {name: _tensor_data(name, value) for name, value in (loss_fn_inputs or {}).items()}
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
+        """The same datum, saying which sampled sequences its positions come from.
+
+        `model_input`: runs that make up the input; `loss_fn_inputs`: runs that make up the targets. Raises ValueError where the
+        runs are longer or shorter than that. The learner reads the temperature of the samples from them.
+        """
+        targets = self.loss_fn_inputs.get("target_tokens")
+        lengths = {"model_input": self.model_input.length, "loss_fn_inputs": len(targets) if targets is not None else None}
+        for name, spans in (("model_input", model_input), ("loss_fn_inputs", loss_fn_inputs)):
+            wrong = [span for span in spans if not isinstance(span, (PromptProvenanceSpan, SampledProvenanceSpan))]
+            if wrong:
+                raise ValueError(f"with_provenance takes PromptProvenanceSpan and SampledProvenanceSpan, got {_shortly(wrong[0])}")
+            covered = sum(span.length for span in spans)
+            if lengths[name] is not None and covered != lengths[name]:
+                raise ValueError(f"with_provenance: the spans of {name} cover {covered} positions, it has {lengths[name]}")
+        datum = self.with_inputs(self.loss_fn_inputs)
+        datum.model_input_spans, datum.loss_fn_input_spans = list(model_input), list(loss_fn_inputs)
+        return datum
+
+    def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
+        """An extension: the same datum, of the same sample, with these loss inputs."""
+        spans = (self.model_input_spans, self.loss_fn_input_spans)
+        own = {"episode_share": self.episode_share, "temperature": self.temperature, "experts": self.experts}
+        return Datum(self.model_input, loss_fn_inputs, *spans, **own)  # type: ignore[arg-type]

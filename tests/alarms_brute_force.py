@@ -1,0 +1,231 @@
+"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.report.alarms`, which keeps a bounded part of them.
+
+Each check sees all rows so far, the newest last. `brute_force` gives a stage's metrics and texts row by row; remedies are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pvariance
+from typing import Any
+
+from rl.episodes.metrics import largest
+
+Row = Mapping[str, Any]
+Check = Callable[[Sequence[Row]], str | None]
+
+KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
+GRAD_NORM, CRITIC_NORM, SKIPPED = "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite"
+ENTROPY = "optim/entropy"
+CREDITED = "optim/frac_credited"  # share of the sampled tokens that were trained on with an advantage other than 0
+TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
+REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
+MIXED = "env/all/by_group/frac_mixed"
+TEMPERATURE = "sampler/temperature"
+BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
+EPISODES, LENGTH, TRUNCATED = "env/all/total_episodes", "env/all/ac_tokens_per_turn", "env/all/frac_truncated"
+CORRECT, FORMAT = "env/all/correct", "env/all/format"
+
+LARGE_NORM = 10.0
+CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
+FEW, SOME, MANY = 3, 5, 20  # batches: until a fault is no accident; for a level; for a trend under noise
+LOW_TEMPERATURE = 0.6  # the lower end of what is recommended for exploration, 0.6 to 1
+
+
+def number(row: Row, name: str) -> float:
+    """The metric; NaN where it is absent, or null because it was not finite."""
+    value = row.get(name)
+    return math.nan if value is None else float(value)
+
+
+def column(rows: Sequence[Row], name: str) -> list[float]:
+    return [number(row, name) for row in rows]
+
+
+def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
+    """The metric's first and last `count` values, which do not overlap; None before there are as many."""
+    values = [v for v in column(rows, name) if not math.isnan(v)]
+    return (values[:count], values[-count:]) if len(values) >= 2 * count else None
+
+
+def rises(first: Sequence[float], last: Sequence[float]) -> bool:
+    """Whether the mean rises by more than two standard errors."""
+    error = math.sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
+    return fmean(last) - fmean(first) > 2 * error
+
+
+def solved(rows: Sequence[Row]) -> bool:
+    """Whether every answer of the newest batch earned the highest reward there ever was, and others once earned less."""
+    best = max(column(rows, HIGH))
+    return number(rows[-1], LOW) >= best and min(column(rows, LOW)) < best
+
+
+def mastered(rows: Sequence[Row]) -> bool:
+    """Whether the last five batches earned nine tenths of what there is between the lowest and the highest reward ever."""
+    low, high = min(column(rows, LOW)), max(column(rows, HIGH))
+    return high > low and fmean(column(rows[-SOME:], REWARD)) >= low + 0.9 * (high - low)
+
+
+# ---------------------------------------------------------------------------------------------------------- the checks
+
+
+def kl_above(level: float) -> Check:
+    def check(rows: Sequence[Row]) -> str | None:
+        value = largest([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
+        return None if value <= level else f"KL between sampler and learner is {value:.3g}, above {level:g}"  # nan is not below
+
+    return check
+
+
+def large_gradient(rows: Sequence[Row]) -> str | None:
+    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not finite, whether it was skipped or not.
+
+    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a mean over their tokens alone:
+    noise of a norm of 10 to 30 in a run that is well. There the policy's norm is taken as a mean over all sampled tokens.
+    """
+    if number(rows[-1], SKIPPED) > 0:
+        return "the gradient is not finite: the optimizer step was left out"
+    last, ones = rows[-FEW:], [1.0] * FEW
+    shares = [row.get(CREDITED, 1.0) for row in last] if mastered(rows) else ones
+    for what, name, weights in (("gradient norm", GRAD_NORM, shares), ("the critic's gradient norm", CRITIC_NORM, ones)):
+        norms = column(last, name)
+        if name in last[-1] and not math.isfinite(norms[-1]):
+            return f"{what} is not finite"
+        if len(last) == FEW and all(norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)):
+            return f"{what} {norms[-1]:.3g}, above {LARGE_NORM:g} for {FEW} batches"
+    return None
+
+
+def zero_advantages(rows: Sequence[Row]) -> str | None:
+    """Three batches in a row that tell no answer from another, though not all were as good as can be.
+
+    No advantage other than 0; or, where a price on KL or a learned value gives every token one all the same, rewards that are
+    equal within each group (of single answers: in all three batches).
+    """
+    last = rows[-FEW:]
+    if len(last) < FEW or solved(rows) or mastered(rows):
+        return None
+    value = f"mean reward {number(rows[-1], REWARD):.3g}"
+    if all(number(row, CREDITED) == 0 for row in last):
+        return f"all advantages are zero for {FEW} batches: answers are not told apart ({value})"
+    if TEACHER in rows[-1]:
+        return None
+    if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
+        return f"rewards are equal within every group for {FEW} batches: answers are not told apart ({value})"
+    if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(column(last, LOW)) == max(column(last, HIGH)):
+        return f"rewards are all equal for {FEW} batches: answers are not told apart ({value})"
+    return None
+
+
+def reward_flat(rows: Sequence[Row]) -> str | None:
+    """The last 20 batches earn no more than the first 20, noise considered, and there is more to earn."""
+    found = ends(rows, REWARD, MANY)
+    if found is None or rises(*found) or mastered(rows):
+        return None
+    row = rows[-1]
+    spread = f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in this batch"
+    return f"reward has not risen: mean {fmean(found[0]):.3g} of the first {MANY} batches, {fmean(found[1]):.3g} of the last ({spread})"
+
+
+def entropy_collapse(rows: Sequence[Row]) -> str | None:
+    """Entropy below a tenth of what it was at first, or answers that are certain, with much still to learn.
+
+    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from its beginning on.
+    """
+    if mastered(rows):
+        return None
+    newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
+    if len(newest) == SOME and largest(newest) < CERTAIN:
+        return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
+    found = ends(rows, ENTROPY, SOME)
+    if found is None:
+        return None
+    first, last = fmean(found[0]), max(found[1])
+    return f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
+
+
+def low_temperature(rows: Sequence[Row]) -> str | None:
+    """A temperature below 0.6, and most groups all alike from the beginning on."""
+    temperature, mixed = number(rows[-1], TEMPERATURE), column(rows[:SOME], MIXED)
+    if len(mixed) < SOME or not temperature < LOW_TEMPERATURE or not fmean(mixed) < 0.5 or mastered(rows) or not _in_groups(rows[-1]):
+        return None
+    return f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first groups all answers earned the same"
+
+
+def mode_collapse(rows: Sequence[Row]) -> str | None:
+    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at first."""
+    found = ends(rows, BEGINNINGS, SOME)
+    if found is None:
+        return None
+    first, last = fmean(found[0]), fmean(found[1])
+    problems = number(rows[-1], GROUPS) / number(rows[-1], EPISODES)
+    if not (last < 0.25 * first and last < 0.5 * problems):
+        return None
+    return f"answers begin alike: {last:.1%} distinct 50-character beginnings, {first:.1%} at first"
+
+
+def length_running_away(rows: Sequence[Row]) -> str | None:
+    """Answers three times as long as at first, or half as long again and cut off much more often."""
+    found, cut = ends(rows, LENGTH, SOME), ends(rows, TRUNCATED, SOME)
+    if found is None or cut is None:
+        return None
+    growth, cut_first, cut_last = fmean(found[1]) / max(1e-9, fmean(found[0])), fmean(cut[0]), fmean(cut[1])
+    if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
+        return None
+    return f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} are cut off, {cut_first:.0%} at first"
+
+
+def format_alone(rows: Sequence[Row]) -> str | None:
+    """Over 20 batches and more the format got better and correctness did not."""
+    form, right = ends(rows, FORMAT, MANY // 2), ends(rows, CORRECT, MANY // 2)
+    if form is None or right is None or not rises(*form) or fmean(form[1]) - fmean(form[0]) < 0.05 or rises(*right):
+        return None
+    return (
+        f"only the format improves: format {fmean(form[0]):.2f} to {fmean(form[1]):.2f}, "
+        f"correct {fmean(right[0]):.2f} to {fmean(right[1]):.2f}"
+    )
+
+
+def rewards_failing(rows: Sequence[Row]) -> str | None:
+    """Over three batches more than a tenth of the samples could not be scored."""
+    if len(rows) < 3:
+        return None
+    failed, scored = (sum(number(row, name) for row in rows[-3:]) for name in ("reward/failed", EPISODES))
+    share = failed / (failed + scored) if failed > 0 else 0.0
+    return f"{share:.0%} of the samples of 3 batches could not be scored" if share > 0.1 else None
+
+
+def _in_groups(row: Row) -> bool:
+    """Whether problems have several answers: with one each, no group can be mixed."""
+    return number(row, EPISODES) > number(row, GROUPS)
+
+
+# ---------------------------------------------------------------------------------------------------------- all of them
+
+CHECKS: dict[str, Check] = {
+    "kl_0.01": kl_above(0.01),
+    "kl_0.1": kl_above(0.1),
+    "kl_1": kl_above(1.0),
+    "grad_norm": large_gradient,
+    "zero_advantages": zero_advantages,
+    "reward_flat": reward_flat,
+    "entropy_collapse": entropy_collapse,
+    "low_temperature": low_temperature,
+    "mode_collapse": mode_collapse,
+    "length": length_running_away,
+    "format_alone": format_alone,
+    "rewards_failing": rewards_failing,
+}
+QUIET = 20
+
+
+def brute_force(rows: Sequence[Row], needs: Mapping[str, Sequence[str]]) -> list[tuple[dict[str, float], list[str]]]:
+    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said). `needs`: the metrics each is judged by."""
+    told: list[tuple[dict[str, float], list[str]]] = []
+    for i, row in enumerate(rows):
+        found = {name: check(rows[: i + 1]) for name, check in CHECKS.items() if all(key in row for key in needs[name])}
+        metrics = {f"alarm/{name}": float(seen is not None) for name, seen in found.items()}
+        quiet = {name for old, _ in told[-QUIET:] for name, value in old.items() if value}
+        told.append((metrics, [seen for name, seen in found.items() if seen is not None and f"alarm/{name}" not in quiet]))
+    return told

@@ -1,0 +1,217 @@
+"""Random conversations between an environment that says anything and a policy that writes any tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+
+from rl.environments import Environment, EnvironmentGroup, Limits, Turn, resolve_environment, tool
+from rl.episodes import EnvGroupBuilder, rollout, trajectory_to_datums
+from rl.renderers import Renderer, get_renderer
+from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
+
+WORDS = ("yes", "no", "12", "the answer is", "(a+b)*c", "what?", "maybe so", "x = 1", "5", "hello there", "-3.5e2", "0", "a: b", "go on")
+ODD = ("<|im_end|>", "<|im_start|>user", "\n\nUser:", "<eos>", "</tool_call>", "<think>", "é 数", "  ", "\n", "\t", "<|endoftext|>")
+RENDERERS = {
+    "plain, characters": ("plain", "tiny:ascii", {}),
+    "role_colon, characters": ("role_colon", "tiny:ascii", {}),
+    "plain, gpt2": ("plain", "gpt2", {}),
+    "role_colon, gpt2": ("role_colon", "gpt2", {}),
+    "qwen2.5": ("chat_template", "qwen2.5", {}),
+    "qwen3": ("chat_template", "qwen3", {}),
+    "qwen3, no thinking": ("qwen3_disable_thinking", "qwen3", {}),
+    "minimind": ("chat_template", "minimind_6400", {}),
+}
+NEVER_REWRITES = ("plain, characters", "plain, gpt2", "qwen2.5")
+PARAMS = SamplingParams(max_tokens=40, temperature=1.0)
+
+
+def load(name: str, tokenizers) -> Renderer:
+    """The renderer of that name. `tokenizers`: the folder of tokenizers, or None for the one that needs none."""
+    kind, which, settings = RENDERERS[name]
+    if which == "tiny:ascii":
+        from rl.models import load_tokenizer
+
+        return get_renderer(kind, load_tokenizer(which), **settings)
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    loaded = GPT2TokenizerFast if which == "gpt2" else AutoTokenizer
+    return get_renderer(kind, loaded.from_pretrained(tokenizers / which), **settings)
+
+
+def text(rng: random.Random, ascii_only: bool, odd: bool = True) -> str:
+    """A few words; some of them such as control a conversation."""
+    pool = [*WORDS, *WORDS, *(ODD if odd else ())]
+    said = " ".join(rng.choice(pool) for _ in range(rng.randrange(1, 6))).strip() or "a"
+    return said.replace("é 数", "e").replace("\t", " ") if ascii_only else said
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: a number
+        b: another
+    """
+    return a + b
+
+
+class Talk(Environment):
+    """Says anything for a random number of turns; few-shot answers stand in its prompt, and some of its episodes have a tool."""
+
+    needs_rows = True  # nothing but the row's seed
+
+    def __init__(self, ascii_only: bool, tools: bool, odd: bool):
+        self.ascii_only, self.odd = ascii_only, odd
+        self.tools = (tool(add),) if tools else ()
+
+    def say(self) -> str:
+        return text(self.rng, self.ascii_only, self.odd)
+
+    def start(self):
+        self.turns = self.rng.randrange(1, 6)
+        shots = []
+        for _ in range(self.rng.randrange(3)):
+            shots += [{"role": "user", "content": self.say()}, {"role": "assistant", "content": "shot " + text(self.rng, True, False)}]
+        system = [{"role": "system", "content": self.say()}] if self.rng.random() < 0.5 else []
+        return [*system, *shots, {"role": "user", "content": self.say()}]
+
+    def step(self, answer):
+        self.turns -= 1
+        reward = self.rng.random()
+        if self.turns <= 0:
+            return Turn(reward=reward, done=True, truncated=self.rng.random() < 0.3)
+        return Turn(self.say(), reward=reward)
+
+
+class Writer:
+    """A sampler that draws tokens at random: ordinary ones that no tokenizer would have put side by side, texts, calls of tools, thoughts.
+
+    `canonical`: texts as their tokenizer writes them, each ended by the renderer's own mark, nothing else.
+    """
+
+    def __init__(self, renderer: Renderer, seed: int, *, canonical: bool = False, ascii_only: bool = False):
+        self.renderer, self.rng, self.canonical, self.ascii_only = renderer, random.Random(seed), canonical, ascii_only
+        self.info = {"max_context": None}
+        tokenizer = renderer.tokenizer
+        special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {}), *renderer.ends}
+        self.ordinary = [i for i in range(len(tokenizer)) if i not in special]
+        self.drawn: list[list[int]] = []
+
+    def encode(self, said: str) -> list[int]:
+        return list(self.renderer.tokenizer.encode(said, add_special_tokens=False))
+
+    def answer(self) -> list[int]:
+        rng, stops = self.rng, self.renderer.get_stop_sequences()
+        mark = self.encode(stops[0]) if isinstance(stops[0], str) else [stops[0]]
+        if self.canonical:
+            said = text(rng, True, False)
+            return [*self.encode(f" {said}" if isinstance(stops[0], str) else said), *mark]
+        kind = rng.randrange(6)
+        if kind == 0:
+            tokens = [rng.choice(self.ordinary) for _ in range(rng.randrange(1, 12))]
+        elif kind == 1:
+            made = {"name": rng.choice(["add", "ad", "add"]), "arguments": {"a": rng.randrange(99)}}
+            call = json.dumps(made, separators=rng.choice([(",", ":"), None]))
+            tokens = self.encode(f"{text(rng, True, False)}\n<tool_call>\n{call}\n</tool_call>")
+        elif kind == 2:
+            tokens = self.encode(f"<think>\n{text(rng, True, False)}\n</think>\n\n{text(rng, True, False)}")
+        else:
+            tokens = self.encode(text(rng, self.ascii_only, odd=kind == 3))
+        tokens = [t for t in tokens if t not in self.renderer.ends] or self.ordinary[:1]
+        ends = [mark] * 3 + [[end] for end in sorted(self.renderer.ends)] + [[]]
+        return [*tokens, *rng.choice(ends)]
+
+    def sample_many(self, requests, /):
+        responses = []
+        for request in requests:
+            sequences = []
+            for _ in range(request.num_samples):
+                tokens = self.answer()
+                self.drawn.append(tokens)
+                sequences.append(SampledSequence(tokens, [-self.rng.random() for _ in tokens]))
+            responses.append(SampleResponse(sequences))
+        self.ready = responses, {}
+        return self
+
+    def result(self):
+        return self.ready
+
+
+def groups(renderer: Renderer, name: str, count: int, *, odd: bool = True, first: int = 0) -> list[EnvGroupBuilder]:
+    """`count` conversations, half of them with a tool."""
+    ascii_only = "characters" in name
+    kinds = [resolve_environment(Talk, ascii_only=ascii_only, tools=tools, odd=odd) for tools in (False, True)]
+    limits = Limits(turns=12, seconds=60)
+    problems = [Problem((), {"seed": first + i}, index=first + i) for i in range(count)]
+    return [EnvironmentGroup(kinds[p.index % 2], p, 1, renderer, limits=limits) for p in problems]
+
+
+def at_actions(datums, field: str) -> list:
+    """A field's values where the mask is 1, in their order."""
+    found = []
+    for datum in datums:
+        inputs = datum.loss_fn_inputs
+        found += [value for value, on in zip(inputs[field].array.tolist(), inputs["mask"].array.tolist(), strict=True) if on]
+    return found
+
+
+def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str, int]:
+    """Plays `count` conversations and raises AssertionError where a token is trained that was not sampled, or the other way round.
+
+    Returns how many conversations, turns, datums, and prompts that were written anew there were.
+    """
+    sampler = Writer(renderer, seed, ascii_only="characters" in name)
+    found = rollout(groups(renderer, name, count), sampler, PARAMS, seed=seed)
+    assert not found.errors, found.errors[:3]
+    turns = datums = anew = 0
+    drawn = {tuple(tokens) for tokens in sampler.drawn}
+    assert len(found.groups) == count
+    for group in found.groups:
+        (episode,) = group.trajectories_G
+        episode.advantage = 0.5
+        made = trajectory_to_datums(episode)
+        trained, logprobs = at_actions(made, "target_tokens"), at_actions(made, "logprobs")
+        sampled = [t for turn in episode.transitions for t in turn.ac.tokens]
+        assert trained == sampled, (name, group.problem_index)
+        np.testing.assert_array_equal(np.float32(logprobs), np.float32([p for turn in episode.transitions for p in turn.ac.logprobs]))
+        assert all(tuple(turn.ac.tokens) in drawn for turn in episode.transitions)
+        breaks, so_far = 0, []
+        for turn in episode.transitions:
+            observation = turn.ob.to_ints()
+            breaks += bool(so_far) and observation[: len(so_far)] != so_far
+            so_far = [*observation, *turn.ac.tokens]
+        assert len(made) == breaks + 1, (name, group.problem_index, len(made), breaks)
+        # each datum is one stretch of what was read and written, position by position
+        stretches = [[*d.model_input.to_ints(), d.loss_fn_inputs["target_tokens"].array.tolist()[-1]] for d in made]
+        assert stretches[-1] == so_far
+        turns, datums, anew = turns + len(episode.transitions), datums + len(made), anew + breaks
+    if name in NEVER_REWRITES:
+        assert anew == 0, name
+    return {"conversations": count, "turns": turns, "datums": datums, "written anew": anew}
+
+
+def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) -> int:
+    """Where a policy writes texts as the tokenizer does, a prompt that was continued is the one that the template writes of the whole.
+
+    Raises AssertionError where it is not. Returns how many prompts were compared.
+    """
+    sampler = Writer(renderer, seed, canonical=True, ascii_only="characters" in name)
+    found = rollout(groups(renderer, name, count, odd=False, first=10_000), sampler, PARAMS, seed=seed)
+    assert not found.errors, found.errors[:3]
+    compared = 0
+    for group in found.groups:
+        tools = [] if group.problem_index % 2 == 0 else [dict(tool(add).schema)]
+        made = renderer.with_tools(tools)
+        (episode,) = group.trajectories_G
+        messages: list = []
+        for turn in episode.transitions:
+            messages += turn.logs["told"]
+            wanted = made.build_generation_prompt(messages).to_ints()
+            shown = [made.tokenizer.decode(tokens) for tokens in (turn.ob.to_ints(), wanted)]
+            assert turn.ob.to_ints() == wanted, (name, group.problem_index, shown)
+            messages.append({"role": "assistant", "content": turn.logs["response"]})
+            compared += 1
+    return compared

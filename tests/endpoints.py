@@ -1,0 +1,93 @@
+"""A small OpenAI-style endpoint for tests: a tiny model behind the routes, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.applications import Starlette
+
+from rl import ServiceClient
+from rl.models import load_tokenizer
+from rl.renderers import get_renderer
+from rl.serve.chat_routes import routes
+from rl.serve.desk import ServedModel
+from rl.serve.episodes import Sessions
+from rl.serve.episodes_server import LoopServer
+from rl.types import ModelInput, SampledSequence, SampleResponse
+
+
+class TinyDesk:
+    """One sampling client, asked as the server's desk is."""
+
+    def __init__(self, base: str = "tiny:ascii", renderer: str = "plain", tokenizer: str | None = None, **settings):
+        self.base = base
+        self.service = ServiceClient()
+        self.client = self.service.create_sampling_client(base_model=base, **({"tokenizer": tokenizer} if tokenizer else {}))
+        self._renderer = get_renderer(renderer, self.client.get_tokenizer(), **settings)
+        self.asked = []
+
+    async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, **what):
+        if model not in (None, self.base):
+            error = ValueError(f"there is no model {model!r}")
+            error.status = 404
+            raise error
+        self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
+        future = self.client.sample(ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what)
+        return await asyncio.to_thread(future.result)
+
+    def models(self, owner):
+        return [ServedModel(self.base, self.client.info["max_context"], 0)]
+
+    def tokenizer(self, model, owner):
+        return self.client.get_tokenizer()
+
+    def renderer(self, model, owner):
+        return self._renderer
+
+
+class ScriptedDesk:
+    """Answers that are written down: `say(prompt's text, turn)`. They end with the model's mark, unless they end in "..."."""
+
+    def __init__(self, say, renderer, tokenizer):
+        self._tokenizer = load_tokenizer(tokenizer or "tiny:ascii")
+        self._renderer = get_renderer(renderer, self._tokenizer)
+        self.say, self.drawn, self.by_character, self.reason = say, [], False, "length"
+
+    async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, **what):
+        sequences = []
+        for _ in range(num_samples):
+            given = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
+            text = self.say(*given)
+            cut = text.endswith("...")
+            pieces = list(text.removesuffix("...")) if self.by_character else [text.removesuffix("...")]
+            tokens = [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+            tokens += [] if cut else self._end()
+            self.drawn.append((list(prompt_ids), tokens))
+            logprobs = [-0.5 - 0.001 * k for k in range(len(tokens))]
+            sequences.append(SampledSequence(tokens, logprobs, self.reason if cut else "stop", version=0, temperature=1.0))
+        return SampleResponse(sequences)
+
+    def _end(self):
+        stop = self._renderer.get_stop_sequences()[0]
+        return self._tokenizer.encode(stop, add_special_tokens=False) if isinstance(stop, str) else [stop]
+
+    def models(self, owner):
+        return [ServedModel("scripted", None, 0)]
+
+    def tokenizer(self, model, owner):
+        return self._tokenizer
+
+    def renderer(self, model, owner):
+        return self._renderer
+
+
+class Endpoint:
+    """The desk, its sessions and where they are served."""
+
+    def __init__(self, desk):
+        self.desk, self.sessions = desk, Sessions()
+        self.server = LoopServer(lambda: Starlette(routes=routes(desk, self.sessions)), "the test's endpoint")
+        self.url = self.server.url
+
+    def close(self):
+        self.server.close()

@@ -1,0 +1,44 @@
+"""A sampler whose answers are written down: what a policy would have said, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rl.types import SampledSequence, SampleResponse
+
+EOS = "eos"
+
+
+class Scripted:
+    """`say(prompt text, turn, group's problem, member)` is an answer's text, ended by the tokenizer's EOS (or `end`, a token), unless the
+    text ends in "..." (cut off). Tokens of an answer may be any that decode to it: `encode` makes them."""
+
+    def __init__(self, tokenizer, say: Callable[..., str], *, end: int | None = None, encode=None, max_context: int | None = 4096):
+        self.tokenizer, self.say, self.info = tokenizer, say, {"max_context": max_context}
+        self.end = tokenizer.eos_token_id if end is None else end
+        self.encode = encode or (lambda text: tokenizer.encode(text, add_special_tokens=False))
+        self.asked: list[list[int]] = []
+        self.turn = 0
+
+    def sample_many(self, requests: Sequence, /):
+        responses = []
+        for request in requests:
+            sequences = []
+            for i in range(request.num_samples):
+                self.asked.append(list(request.prompt))
+                text = self.say(self.tokenizer.decode(request.prompt), self.turn, request.problem, request.first_index + i)
+                cut = text.endswith("...")
+                tokens = self.encode(text.removesuffix("...")) + ([] if cut else [self.end])
+                sequences.append(SampledSequence(tokens, [-0.5 - 0.001 * k for k in range(len(tokens))], "length" if cut else "stop"))
+            responses.append(SampleResponse(sequences=sequences))
+        self.turn += 1
+        counters = {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)}
+        return _Ready((responses, counters))
+
+
+class _Ready:
+    def __init__(self, value):
+        self.value = value
+
+    def result(self):
+        return self.value

@@ -1,0 +1,103 @@
+"""The alarms keep a bounded part of a stage's rows and say what the formulas over all of them say."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from alarms_brute_force import CHECKS, brute_force
+
+from rl.report.alarms import ALARMS, Alarms
+
+NEEDS = {alarm.name: alarm.needs for alarm in ALARMS}
+REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}
+
+
+def series(seed: int, steps: int) -> list[dict[str, Any]]:
+    """Rows of a run that drifts, jumps, leaves metrics out, writes null and NaN, and solves or spoils its task at times."""
+    draw = random.Random(seed)
+    spread = {name: 10 ** draw.uniform(-4, 2) for name in sorted({name for names in NEEDS.values() for name in names})}
+    level = {name: draw.choice([0.0, 0.2, 1.0, 5.0]) for name in spread}
+    rows = []
+    for step in range(steps):
+        if draw.random() < 0.05:  # the run changes its ways
+            level = {name: value * draw.choice([0.05, 0.5, 1.0, 3.0]) for name, value in level.items()}
+        row: dict[str, Any] = {"step": step}
+        for name, middle in level.items():
+            value: Any = abs(middle + spread[name] * draw.gauss(0, 0.05))
+            odd = draw.random()
+            if odd < 0.01:
+                continue
+            row[name] = None if odd < 0.02 else math.nan if odd < 0.03 else value
+        low, high = sorted(draw.choice([0.0, 0.5, 1.0]) for _ in range(2))
+        row |= {"env/all/reward/min": low, "env/all/reward/max": high, "env/all/reward/total": draw.uniform(low, high)}
+        row |= {"env/all/total_groups": 4, "env/all/total_episodes": draw.choice([4, 32]), "optim/frac_credited": draw.choice([0.0, 0.7])}
+        row["env/all/by_group/frac_mixed"] = draw.choice([0.0, 0.0, 0.4])
+        row["sampler/temperature"] = draw.choice([0.3, 0.8])
+        row["env/all/reward/std"] = 0.4
+        if draw.random() < 0.3:
+            row["optim/skipped_nonfinite"] = float(draw.random() < 0.1)
+        if draw.random() < 0.3:
+            row["optim/critic_grad_norm"] = draw.choice([1.0, 30.0, math.inf])
+        if draw.random() < 0.05:
+            row["teacher/kl_per_token"] = 0.1
+        rows.append(row)
+    return rows
+
+
+def told(alarms: Alarms, rows: list[dict[str, Any]]) -> Iterator[tuple[Mapping[str, float], list[str]]]:
+    """What `alarms` says, without its remedies."""
+    for row in rows:
+        metrics, said = alarms(row)
+        yield metrics, [next(text.removesuffix(f". {r}") for r in REMEDIES.values() if text.endswith(f". {r}")) for text in said]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bounded_windows_say_what_the_formulas_over_all_rows_say(seed: int) -> None:
+    rows = series(seed, 90)
+    expected = brute_force(rows, NEEDS)
+    assert list(told(Alarms(), rows)) == expected
+    written = [json.loads(json.dumps({**row, **metrics})) for row, (metrics, _) in zip(rows, expected, strict=True)]
+    cut = 5 + 7 * seed
+    assert list(told(Alarms(written[:cut]), rows[cut:])) == expected[cut:], "and so after a resume"
+
+
+def test_the_random_series_set_off_every_alarm_and_leave_each_off_at_times() -> None:
+    """Else the equivalence above would say little."""
+    on: dict[str, set[float]] = {}
+    for seed in range(12):
+        for metrics, _ in told(Alarms(), series(seed, 90)):
+            for name, value in metrics.items():
+                on.setdefault(name.removeprefix("alarm/"), set()).add(value)
+    assert on == {name: {0.0, 1.0} for name in CHECKS}
+
+
+def _size(thing: Any, seen: set[int]) -> int:
+    """Bytes of `thing` and of all that it holds."""
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, (str, float, int, type(None))):
+        return sys.getsizeof(thing)
+    inner = [*thing.keys(), *thing.values()] if isinstance(thing, Mapping) else list(thing) if hasattr(thing, "__iter__") else []
+    own = vars(thing).values() if hasattr(thing, "__dict__") else ()
+    return sys.getsizeof(thing) + sum(_size(item, seen) for item in [*inner, *own])
+
+
+def test_what_is_kept_and_a_rows_time_do_not_grow_with_the_rows() -> None:
+    rows = series(3, 200)
+    alarms, sizes, seconds = Alarms(), [], []
+    for _ in range(10):
+        start = time.process_time()
+        for row in rows:
+            alarms(row)
+        seconds.append(time.process_time() - start)
+        sizes.append(_size(alarms, set()))
+    assert max(sizes[1:]) < 1.1 * min(sizes[1:]) and max(sizes) < 100_000
+    assert min(seconds[-3:]) < 3 * min(seconds[:3]), "200 rows after 1,800 take as long as the first 200"

@@ -1,0 +1,304 @@
+"""Through the learner, on tiny models of many kinds: every layout gives what the model gives one sequence alone, or is refused by name."""
+
+import contextlib
+import copy
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bench.tiny_models import VOCAB, tiny_model
+from rl import ServiceClient
+from rl.episodes import trajectory_to_datums
+from rl.episodes.episode import Trajectory, Transition
+from rl.errors import UserError
+from rl.learner import Learner, LearnerSettings
+from rl.losses import get_loss
+from rl.models import load
+from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
+
+LAYOUTS = ("auto", "padded", "packed", "shared")
+# What each takes, from what its layers are: (config changes, layouts). Windows are 40 tokens, longer than the probe reaches.
+ALL, NO_MASK, ROWS = {"padded", "packed", "shared"}, {"padded", "packed"}, {"padded"}
+KINDS: dict[str, tuple[dict, set[str]]] = {
+    "gpt2": ({}, ALL),
+    "llama": ({}, ALL),
+    "qwen2": ({}, ALL),
+    "mixtral": ({"sliding_window": None}, ALL),
+    "mistral": ({}, NO_MASK),  # a window: transformers takes a mask as it is given, and with it the window would go
+    "gemma2": ({}, NO_MASK),
+    "llama4_text": ({}, NO_MASK),  # chunks
+    "lfm2": ({}, ROWS),  # convolutions
+    "qwen3_next": ({}, ROWS),  # linear attention, whose state goes on
+    "gpt_neo": ({}, ROWS),  # local layers, whose window is in a buffer
+    "opt": ({}, {"padded", "shared"}),  # no sequence is told apart by positions alone
+    "bloom": ({}, ROWS),  # ALiBi
+    "falcon_h1": ({}, ROWS),
+}
+EAGER = {"gpt2", "llama", "qwen2", "mixtral", "mistral", "gemma2", "gptj", "codegen", "lfm2", "qwen3_next", "llama4_text"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def accelerator(bf16: bool = False):
+    """As much of accelerate's as one process's learner asks for; its own can be had in one precision a process."""
+    kind = types.SimpleNamespace(value="NO")
+    autocast = (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else contextlib.nullcontext
+    return types.SimpleNamespace(device=torch.device("cpu"), distributed_type=kind, autocast=autocast)
+
+
+def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
+    loaded = load.LoadedModel(load._prepared(copy.deepcopy(model)), None, "tiny", ())
+    return Learner(loaded, accelerator(bf16), LearnerSettings(**{"token_budget": 300, **settings}))
+
+
+def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) -> list[Datum]:
+    """Answers to prompts, by their lengths; most reach beyond a window."""
+    rng, found = np.random.default_rng(seed), []
+    for length, answers in groups:
+        prompt = rng.integers(3, VOCAB, length).tolist()
+        for n in answers:
+            tokens = prompt + rng.integers(3, VOCAB, n).tolist()
+            weights = np.concatenate([np.zeros(length - 1), rng.uniform(0.2, 1.0, n)]).astype(np.float32)
+            found.append(Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}))
+    return found
+
+
+def alone(model, data):
+    """The plain model, one sequence a forward, no padding and no mask: logprobs, and the gradient of the weighted sum."""
+    model.zero_grad()
+    logprobs = []
+    for datum in data:
+        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+        logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+        (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
+        logprobs.append(logp.detach().numpy())
+    return np.concatenate(logprobs), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def learnt(learner, data):
+    learner.drop_gradients()
+    outputs, _ = learner.run(data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True)
+    return np.concatenate([outputs[i]["logprobs"] for i in range(len(data))])
+
+
+def gradient_error(learner, gradient) -> float:
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learner.trainable.items()}
+    off = sum(float((found[n] - g).double().square().sum()) for n, g in gradient.items())
+    return (off / sum(float(g.double().square().sum()) for g in gradient.values())) ** 0.5
+
+
+def model_of(name: str, attention: str | None = None):
+    model = load._prepared(tiny_model(name, **KINDS.get(name, ({}, ALL))[0]))
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
+
+
+def check_every_layout(model, takes: set[str]) -> None:
+    data = datums()
+    logprobs, gradient = alone(model, data)
+    for layout in LAYOUTS:
+        if layout != "auto" and layout not in takes:
+            with pytest.raises(UserError, match=f"layout {layout} is not exact for tiny"):
+                make_learner(model, layout=layout)
+            continue
+        learner = make_learner(model, layout=layout)
+        np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4, err_msg=layout)
+        assert gradient_error(learner, gradient) < 1e-4, layout
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text"])
+def test_a_layout_is_exact_or_refused(name):
+    check_every_layout(model_of(name), KINDS[name][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text"}))
+def test_a_layout_is_exact_or_refused_elsewhere(name):
+    check_every_layout(model_of(name), KINDS[name][1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_eager_attention_adds_its_mask(name):
+    check_every_layout(model_of(name, "eager"), ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EAGER - {"llama", "gptj"}))
+def test_a_layout_is_exact_or_refused_with_eager_attention(name):
+    check_every_layout(model_of(name, "eager"), KINDS.get(name, ({}, ALL))[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma2", "lfm2", "qwen3_next", "gpt_neo", "mixtral"])
+def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
+    """Root mean squares: an expert that changes places over a rounding moves a single token by as much as a leak would."""
+    model, data = model_of(name), datums()
+    exact, _ = alone(model, data)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = alone(model, data)
+    spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
+    assert spread > 1e-3
+    for layout in ("auto", *sorted(KINDS[name][1])):
+        found = learnt(make_learner(model, bf16=True, layout=layout), data)
+        assert float(np.sqrt(np.mean((found - exact) ** 2))) < 2 * spread, layout
+
+
+def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
+    """Where answers saw each other the first loss was ln 2 all the same, and its gradient half off."""
+    model, data = model_of("lfm2"), datums(((9, (7, 5)), (4, (3, 12))))
+    logprobs, gradient = alone(model, data)
+    learner = make_learner(model)
+    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+    assert gradient_error(learner, gradient) < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------- what is random
+
+RANDOM = {
+    "starcoder2": {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5},
+    "gpt_bigcode": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    "opt": {"layerdrop": 0.5, "dropout": 0.5},
+    "mixtral": {"router_jitter_noise": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", sorted(RANDOM))
+def test_nothing_is_random_under_gradient_checkpointing(name):
+    model = tiny_model(name, **RANDOM[name])
+    data = datums(((9, (7, 5)), (4, (3, 12))))
+    logprobs, gradient = alone(copy.deepcopy(model).eval(), data)
+    learner = make_learner(model, gradient_checkpointing=True)
+    assert learner.model.training  # or nothing would be checkpointed
+    for _ in range(2):
+        np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+        assert gradient_error(learner, gradient) < 1e-4
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.3])
+def test_phi_moe_is_not_changed_by_turning_noise_off_and_its_training_mode_is_refused(noise):
+    """Its `router_jitter_noise` is a threshold in evaluation too, and in training mode its experts are drawn."""
+    model = tiny_model("phimoe", router_jitter_noise=noise, sliding_window=None)
+    data = datums(((9, (7, 5)), (4, (3, 12))))
+    logprobs, _ = alone(copy.deepcopy(model), data)
+    np.testing.assert_allclose(learnt(make_learner(model, layout="padded"), data), logprobs, atol=1e-4)
+    with pytest.raises(UserError, match="PhimoeForCausalLM.*training mode"):
+        make_learner(model, gradient_checkpointing=True)
+
+
+def test_a_model_without_gradient_checkpointing_is_refused():
+    model = model_of("llama")
+    type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
+    try:
+        with pytest.raises(UserError, match="has no gradient checkpointing"):
+            make_learner(model, gradient_checkpointing=True)
+    finally:
+        type(model).supports_gradient_checkpointing = before
+
+
+# ------------------------------------------------------------------------------------------------ what is done to the logits
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
+    """Logits of the size of the cap; at the usual 30 a tiny model's are far below it."""
+    model, data = model_of("gemma2"), datums(((5, (4, 9)), (3, (6,))))
+    model.config.final_logit_softcapping = 0.05
+    logprobs, gradient = alone(model, data)
+    learner = make_learner(model, fused=fused)
+    assert learner.head.fused == fused  # it is tried out, and left alone where it is not the model's
+    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-5)
+    assert gradient_error(learner, gradient) < 1e-4
+    model.config.final_logit_softcapping = None
+    assert np.abs(alone(model, data)[0] - logprobs).max() > 1e-2
+
+
+# -------------------------------------------------------------------------------------------- frequencies and a row's length
+
+
+def longrope(name: str = "phi3"):
+    rng = np.random.default_rng(0)
+    factors = {"short_factor": rng.uniform(1, 2, 4).tolist(), "long_factor": rng.uniform(3, 9, 4).tolist()}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, **factors}
+    return load._prepared(tiny_model(name, rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
+    """Rows of 31, 32 (the original length), 33 and more in one call, and one prompt with answers on both sides of it."""
+    model, data = longrope(), datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3))))
+    assert {32, 33} <= {d.model_input.length for d in data}
+    logprobs, gradient = alone(model, data)
+    learner = make_learner(model, layout=layout)
+    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+    assert gradient_error(learner, gradient) < 1e-4
+
+
+def test_a_pair_on_both_sides_of_the_original_length_is_an_error():
+    learner, data = make_learner(longrope()), datums(((20, (8, 40)),))
+    with pytest.raises(ValueError, match=r"of 27 and 59 tokens belong together.*beyond 32 tokens"):
+        learner._my_batches(data, 2)
+
+
+def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_drawn(tmp_path):
+    """Turns of 20 and 29 tokens before it, of 35 and 44 beyond it: two datums, each by the frequencies that drew its answers."""
+    longrope().save_pretrained(tmp_path / "model")
+    rng, read, turns = np.random.default_rng(4), [], []
+    with ServiceClient(output_dir=tmp_path / "out") as service:
+        client = service.create_full_training_client(str(tmp_path / "model"))
+        sampler = client.save_weights_and_get_sampling_client()
+        for new in (20, 6, 6, 6):
+            read = read + rng.integers(3, 40, new).tolist()
+            (drawn,) = sampler.sample(ModelInput.from_ints(read), 1, SamplingParams(max_tokens=3, stop=[0])).result().sequences
+            turns.append(Transition(ModelInput.from_ints(read), drawn, 0.0, False))
+            read = read + drawn.tokens
+        found = trajectory_to_datums(Trajectory(turns, advantage=1.0))
+        assert [d.model_input.length for d in found] == [len(turns[1].ob.to_ints()) + 2, len(read) - 1]
+        outputs = client.forward(found, "importance_sampling").result().loss_fn_outputs
+    for datum, output in zip(found, outputs, strict=True):
+        acted = datum.loss_fn_inputs["mask"].array != 0
+        np.testing.assert_allclose(output["logprobs"].array[acted], datum.loss_fn_inputs["logprobs"].array[acted], atol=1e-3)
+    (one,) = trajectory_to_datums(Trajectory([replace(t, ac=replace(t.ac, beyond=False)) for t in turns], advantage=1.0))
+    assert one.model_input.length == len(read) - 1  # in one piece, the first answers would be scored by the other frequencies
+
+
+def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    learner = make_learner(tiny_model("llama", rope_parameters=rope, max_position_embeddings=32))
+    learnt(learner, datums(((20, (8, 13)),)))
+    with pytest.raises(ValueError, match="33 tokens is longer than the 32.*dynamic"):
+        learnt(learner, datums(((20, (8, 14)),)))
+
+
+# ------------------------------------------------------------------------------------------------------------ LoRA's share
+
+
+def test_lora_says_which_share_it_leaves_out():
+    loaded = load.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
+    names = dict(loaded.model.named_parameters())
+    experts = sum(p.numel() for n, p in names.items() if ".experts." in n or n.endswith("mlp.gate.weight"))
+    share = experts / sum(p.numel() for p in names.values())
+    with pytest.warns(UserWarning, match=f"{share:.0%} of the weights of tiny"):
+        assert load.add_lora(loaded, LoraConfig(rank=2)).unadapted == pytest.approx(share)
+    assert share > 0.3
+
+
+def test_lora_on_a_dense_model_leaves_nothing_out():
+    for name in ("gpt2", "llama"):
+        assert load.add_lora(load.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)).unadapted == 0
+
+
+def test_lora_on_experts_alone_is_an_error():
+    loaded = load.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
+    with pytest.raises(UserError, match="no adapter for experts.*train_attn"):
+        load.add_lora(loaded, LoraConfig(rank=2, train_attn=False, train_unembed=False))

@@ -1,0 +1,167 @@
+"""Whole runs in which sampling does not wait for learning: parts of a batch, bounded age, replays, going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
+from rl.methods import METHODS
+from rl.methods.grpo_settings import variant_settings
+from rl.run.execute import execute
+from rl.run.samples import Samples
+from rl.settings import FlowSettings, RunSettings, SettingsError, parse
+from rl.types import ModelInput, SampledSequence
+
+ENVIRONMENT = '''
+import asyncio, random
+from rl.environments import Environment, Turn
+
+class Uneven(Environment):
+    """One to three answers, each of which takes a while; rewards differ."""
+
+    def start(self):
+        self.left = 1 + self.rng.randrange(3)
+        return f"{self.seed % 7}+{self.seed % 5}="
+
+    async def step(self, answer):
+        await asyncio.sleep(random.random() * 0.04)
+        self.left -= 1
+        text = answer["content"] or ""
+        return Turn(f"{len(text)}+1=", reward=sum(map(ord, text)) % 5 / 4 + 0.1 * self.member, done=self.left == 0)
+'''
+RECIPE = Path(__file__).parents[1] / "recipes" / "addition.yaml"
+LINE = "grpo --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 --keep-last 9 --rollouts-every 1 --quiet"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains with the words of a line; the run's folder."""
+    home = tmp_path_factory.mktemp("runs")
+    (home / "uneven.py").write_text(ENVIRONMENT)
+    played = f"--environment {home}/uneven.py:Uneven --environment-isolation thread --renderer plain"
+    common = f"{LINE} {played} --learning-rate 1e-3 --no-self-test"
+
+    def go(name: str, words: str = "") -> Path:
+        execute(parse(f"{common} --output-dir {home / name} {words}".split(), METHODS, RECIPE, options=RunSettings))
+        return home / name
+
+    return go
+
+
+def weights(folder: Path, name: str = "grpo-final") -> dict[str, np.ndarray]:
+    (file,) = (folder / "checkpoints" / name / "model").glob("*.safetensors")
+    return load_file(str(file))
+
+
+def same(a: Path, b: Path) -> bool:
+    one, other = weights(a), weights(b)
+    return all((one[name] == other[name]).all() for name in one)
+
+
+def metrics(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def drawn(folder: Path) -> list:
+    """What each step trained on: problem, member, tokens of each turn."""
+    found = []
+    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            said = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
+            found.append((path.stem, row["problem"], row["index"], said or [row["response_tokens"]]))
+    return found
+
+
+LATE = "--max-steps-off-policy 2 --slice-steps 2"
+
+
+@pytest.mark.slow
+def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
+    whole = trained("whole", "--steps 2 --adam-eps 1e-3")  # a smaller one makes steps of what is rounding in a gradient near 0
+    for name, words in (("continuous", "--episodes continuous"), ("parts", "--stream-minibatches 4"), ("halves", "--stream-minibatches 2")):
+        found = trained(name, f"--steps 2 --adam-eps 1e-3 {words}")
+        assert drawn(found) == drawn(whole)
+        for key, value in weights(whole).items():
+            np.testing.assert_allclose(weights(found)[key], value, atol=1e-6)
+        for got, wanted in zip(metrics(found), metrics(whole), strict=True):
+            for key in ("optim/policy_loss", "optim/grad_norm", "reward/total", "optim/tokens", "optim/kl_sample_train_v1"):
+                assert got[key] == pytest.approx(wanted[key], abs=1e-5), key
+
+
+@pytest.mark.slow
+def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit_for_bit(trained):
+    first = trained("async", LATE)
+    rows = metrics(first)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["async/age/max"] for row in rows) in (1, 2)
+    for row in rows:
+        assert sum(row[f"async/age/{age}"] for age in range(3)) == pytest.approx(1.0)
+    problems = [(problem, index) for _, problem, index, _ in drawn(first)]
+    assert len(problems) == len(set(problems)) == 4 * 4 * 2
+    assert any("versions" in turn for path in (first / "rollouts").glob("*.jsonl") for turn in _turns(path))
+    again = trained("again", f"{LATE} --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    # killed after its second step, and gone on with: as the undisturbed run, none lost, none drawn twice
+    cut = first.parent / "cut"
+    shutil.copytree(first, cut)
+    for path in (cut / "checkpoints").iterdir():
+        if path.name != "grpo-000002":
+            shutil.rmtree(path)
+    gone_on = trained("cut", f"{LATE} --resume --replay {first}")
+    assert same(first, gone_on) and metrics(gone_on) == metrics(first) and drawn(gone_on) == drawn(first)
+
+
+def _turns(path: Path):
+    for line in path.read_text().splitlines():
+        yield from json.loads(line).get("turns", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--over-age redraw", "--recompute-cache"])
+def test_settings_of_age_and_cache(trained, words):
+    rows = metrics(trained(words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}"))
+    assert len(rows) == 4 and max(row["async/age/max"] for row in rows) <= 1
+
+
+def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run():
+    """A stale label, or a scheduler that lost count, is not trained on in silence."""
+    given = SimpleNamespace(settings=SimpleNamespace(), environment=None)
+    samples = Samples(given, None)
+
+    def rollouts(*versions):
+        actions = [SampledSequence([1, 2], [-1.0, -1.0], version=min(v), versions=list(v)) for v in versions]
+        episodes = [Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)]) for action in actions]
+        return Rollouts([TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))], [], {}, 0.0, 0.0)
+
+    now = SimpleNamespace(version=5)
+    samples.check(rollouts((5, 5), (4, 5), (3, 4)), now, 2)
+    for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
+        with pytest.raises(RuntimeError, match="samples of versions"):
+            samples.check(rollouts((5, 5), wrong), now, oldest)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"stream_minibatches": 2, "advantage": "batch", "group_size": 1}, "advantage batch .* whole batch"),
+        ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
+        ({"stream_minibatches": 64}, "more parts"),
+        ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(given, says):
+    with pytest.raises(SettingsError, match=says):
+        variant_settings("dr_grpo", **given)
+    for alone in ({"max_waiting": 3}, {"over_age": "redraw"}, {"recompute_cache": True}):
+        with pytest.raises(ValueError, match="no effect"):
+            FlowSettings(**alone)

@@ -1,0 +1,262 @@
+"""The parts of several ranks that one process can see: what is summed, scaled and averaged, whose generator is restored.
+
+Other ranks are stood in for by what their message would hold. That the parts fit together, under every launch, is shown by the slow
+tests of real processes (test_distributed.py, test_two_processes.py).
+"""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import make_worker, random_datums, relative_difference
+from safetensors.torch import load_file
+
+from rl.clients.worker import _share
+from rl.learner import saving
+from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
+from rl.learner.backend_deepspeed import DeepSpeedBackend
+from rl.learner.backend_replicated import ReplicatedBackend
+from rl.losses.losses import get_loss
+from rl.ranks import distributed
+from rl.types import AdamParams
+
+PARAMS = AdamParams(learning_rate=0.01, beta1=0.5, beta2=0.6, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
+
+
+def adamw(weight, gradients, params=PARAMS):
+    """AdamW with clipping written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), in float64."""
+    w = weight.double()
+    m = v = torch.zeros_like(w)
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        g = g * min(1.0, params.grad_clip_norm / float(g.norm())) if params.grad_clip_norm > 0 else g
+        m, v = params.beta1 * m + (1 - params.beta1) * g, params.beta2 * v + (1 - params.beta2) * g * g
+        update = (m / (1 - params.beta1**t)) / ((v / (1 - params.beta2**t)).sqrt() + params.eps)
+        w = w * (1 - params.learning_rate * params.weight_decay) - params.learning_rate * update
+    return w
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(5, 3, bias=False)
+    return model, dict(model.named_parameters())
+
+
+def test_three_updates_are_adamws_with_the_betas_asked_for():
+    """(At the first update alone the betas cancel.)"""
+    model, trainable = linear()
+    backend = ReplicatedBackend(model, trainable, SimpleNamespace())
+    start, gradients = model.weight.detach().clone(), [torch.randn(3, 5) for _ in range(3)]
+    for gradient in gradients:
+        model.weight.grad = gradient.clone()
+        norm, applied = backend.step(PARAMS)
+        assert applied and norm == pytest.approx(float(gradient.norm()), rel=1e-6)
+    assert relative_difference(model.weight.detach(), adamw(start, gradients)) < 1e-5
+    for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):  # each of them can be seen
+        assert relative_difference(model.weight.detach(), adamw(start, gradients, replace(PARAMS, **other))) > 1e-4
+
+
+# --------------------------------------------------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """World size 2; the other rank's part of each all-reduced message is `others`, in turn."""
+    others: list[torch.Tensor] = []
+
+    def all_reduce(flat):
+        flat.add_(others.pop(0).to(flat.dtype))
+
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    monkeypatch.setattr(distributed.dist, "all_reduce", all_reduce)
+    return others
+
+
+def test_a_message_is_the_sum_of_the_ranks_in_each_dtype(two_ranks):
+    tensors = [torch.tensor([[1.0, 2.0]]), torch.tensor([3], dtype=torch.int64), torch.tensor([4.0])]
+    two_ranks += [torch.tensor([10.0, 20.0, 40.0]), torch.tensor([30])]  # by dtype: float32, then int64
+    distributed.all_sum_(tensors)
+    assert [t.tolist() for t in tensors] == [[[11.0, 22.0]], [33], [44.0]] and not two_ranks
+
+
+def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
+    """Not on their mean, not on this rank's own; a parameter that had no gradient here has the other's."""
+    model, trainable = linear()
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module, **_: SimpleNamespace(module=module))
+    backend = ReplicatedBackend(model, trainable, SimpleNamespace(device=torch.device("cpu")))
+    start, mine, other = model.weight.detach().clone(), torch.randn(3, 5), torch.randn(3, 5)
+    for own in (mine, None):
+        with torch.no_grad():
+            model.weight.copy_(start)
+        backend.adam.state.clear()
+        model.weight.grad = None if own is None else own.clone()
+        two_ranks.append(other.flatten())
+        norm, applied = backend.step(PARAMS)
+        total = other if own is None else own + other
+        assert applied and norm == pytest.approx(float(total.norm()), rel=1e-6)
+        assert relative_difference(model.weight.detach(), adamw(start, [total])) < 1e-5
+
+
+def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
+    """DDP's own reduction would average, and once a backward: gradients stay where they are until the step."""
+    inside = []
+
+    class Wrapped:
+        def __init__(self, module, **_):
+            self.module = module
+
+        @contextmanager
+        def no_sync(self):
+            inside.append(True)
+            yield
+            inside.pop()
+
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapped)
+    model, trainable = linear()
+    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=lambda: torch.autocast("cpu", enabled=False))
+    with ReplicatedBackend(model, trainable, accelerator).micro_batch():
+        assert inside == [True]
+    assert not inside
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_deepspeed_is_given_its_mean_times_the_ranks(monkeypatch, world):
+    """It averages gradients over ranks, so each loss goes in `world` times."""
+    monkeypatch.setattr(distributed, "world", lambda: world)
+    engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
+    seen = []
+    engine.wrapped = SimpleNamespace(backward=lambda value: seen.append(float(value)))
+    engine.backward(torch.tensor(1.5))
+    assert seen == [1.5 * world]
+
+
+def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, two_ranks):
+    """Two ranks, losses times 2: the gradients' sum over ranks, halved, is the sum of the losses' own gradients."""
+    model, trainable = linear()
+    engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
+    stepped = []
+    engine.stage, engine.trainable, engine.adam, engine.bf16_stage1 = 0, trainable, new_adamw(trainable), True
+    engine.wrapped = SimpleNamespace(step=lambda: stepped.append(model.weight.grad.clone()), zero_grad=lambda: None,
+                                     _config=SimpleNamespace(gradient_clipping=None))  # fmt: skip
+    engine.optimizer = SimpleNamespace(zero_grad=lambda: None)
+    mine, other = torch.randn(3, 5), torch.randn(3, 5)
+    model.weight.grad = 2 * mine
+    two_ranks.append(2 * other.flatten())
+    norm, applied = engine.step(PARAMS)
+    assert applied and relative_difference(stepped[0], mine + other) < 1e-6
+    assert norm == pytest.approx(float((mine + other).norm()), rel=1e-6)
+    group = engine.adam.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.01, (0.5, 0.6), 1e-6, 0.1)
+    assert engine.wrapped._config.gradient_clipping == 0.5
+
+
+@pytest.fixture
+def worker():
+    """Made before there are two ranks."""
+    return make_worker()
+
+
+def test_the_sum_of_the_ranks_decides_whether_a_loss_is_finite(worker, two_ranks, monkeypatch):
+    """A rank whose own part is fine learns of another's NaN: all drop the gradients, none goes on and waits."""
+    learner, settings = worker.learners[0], {"temperature": 1.0, "divisor": 1.0, "backward": True}
+    monkeypatch.setattr(learner.backend, "micro_batch", nullcontext)
+    two_ranks += [torch.tensor([1.0]), torch.tensor([float("nan")])]
+    learner.run(random_datums(3), get_loss("ppo"), {}, **settings)
+    assert learner.has_gradient
+    with pytest.raises(FloatingPointError):
+        learner.run(random_datums(3), get_loss("ppo"), {}, **settings)
+    assert not learner.has_gradient and all(p.grad is None for p in learner.trainable.values())
+
+
+def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
+    """Every datum on exactly one rank, as many micro-batches on each, those that fill up weigh nothing."""
+    worker, datums = make_worker(token_budget=12), random_datums(9)
+    monkeypatch.setattr(distributed, "world", lambda: 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        shares.append(worker.learners[0]._my_batches(datums))
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(i for share in shares for batch in share if batch.scale for i in batch.datum_index) == list(range(9))
+    assert sum(batch.scale for share in shares for batch in share) >= 3
+
+
+def test_ranks_deal_samples_out_among_themselves(monkeypatch):
+    costs, taken = [5, 1, 9, 3, 3, 8, 2], []
+    monkeypatch.setattr(distributed, "world", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        taken.append(_share(costs))
+    assert sorted(i for share in taken for i in share) == list(range(7))
+    loads = [sum(costs[i] for i in share) for share in taken]
+    assert max(loads) - min(loads) <= 3
+
+
+# ----------------------------------------------------------------------------------------------------------------- what goes on
+
+
+def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
+    """Three ranks' generators in one checkpoint; rank 2 of a resumed run has its own again, and a rank that was not there none."""
+    worker, states = make_worker(), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        states.append(torch.get_rng_state())
+    monkeypatch.setattr(worker.objects, "gather", lambda own: states)
+    worker.save_state(0, str(tmp_path / "all"), {}, None)
+    saved = load_file(str(tmp_path / "all" / "rng.safetensors"))
+    assert sorted(saved) == ["rank0", "rank1", "rank2"] and all(torch.equal(saved[f"rank{r}"], states[r]) for r in range(3))
+    for rank in (2, 0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        torch.manual_seed(99)
+        worker.load_state(0, str(tmp_path / "all"), True)
+        assert torch.equal(torch.get_rng_state(), states[rank])
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    saving.load_state(worker.learners[0], tmp_path / "all", True, 7)
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    worker.load_state(0, str(tmp_path / "all"), False)  # weights alone leave it
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_optimizers_state_goes_on_to_the_bit():
+    """Both moments and the count of steps, through the form in which every backend gives them."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(3, 5) for _ in range(4)]
+
+    def step(model, optimizer, gradient):
+        model.weight.grad = gradient.clone()
+        set_adam(optimizer, PARAMS)
+        optimizer.step()
+
+    whole, trainable = linear()
+    optimizer = new_adamw(trainable)
+    for gradient in gradients[:2]:
+        step(whole, optimizer, gradient)
+    resumed, own = linear(seed=1)
+    resumed.load_state_dict(whole.state_dict())
+    other = new_adamw(own)
+    load_adam_state(other, own, {name: tensor.clone() for name, tensor in adam_state(optimizer, trainable).items()})
+    assert sorted(adam_state(other, own)) == ["weight/exp_avg", "weight/exp_avg_sq", "weight/step"]
+    for gradient in gradients[2:]:
+        step(whole, optimizer, gradient), step(resumed, other, gradient)
+    assert torch.equal(whole.weight, resumed.weight)
+
+
+def test_a_sampler_that_is_in_use_keeps_its_weights():
+    """A new snapshot forks while somebody samples from the old one; the one that nobody holds is written over."""
+    worker = make_worker()
+    worker.snapshot(0, 1)
+    first = worker.versions[1].decoder
+    before = {name: tensor.clone() for name, tensor in first.weights.buffers.items()}
+    with torch.no_grad():
+        next(iter(worker.learners[0].trainable.values())).add_(1.0)
+    worker.snapshot(0, 2)
+    assert worker.versions[2].decoder is not first
+    assert all(torch.equal(tensor, before[name]) for name, tensor in first.weights.buffers.items())
+    worker.forget_version(1), worker.forget_version(2)
+    latest = worker.latest[0]
+    worker.snapshot(0, 3)
+    assert worker.versions[3].decoder is latest and len(worker.versions) == 1

@@ -1,0 +1,114 @@
+"""A frozen base in bf16 or 4 bit: the same logprobs and gradients as the numbers it holds, at full precision, would give."""
+
+import copy
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from helpers import call, random_datums
+from sampler_population import VOCAB, build
+
+from rl.clients.worker import ModelSpec, Worker, WorkerSettings
+from rl.errors import UserError
+from rl.learner.base import chosen
+from rl.models import inner_model
+from rl.types import LoraConfig
+
+TIED = dict(tie_word_embeddings=True)
+UNTIED = dict(tie_word_embeddings=False)
+KINDS = [("qwen3", TIED), ("llama", UNTIED), ("gpt2", TIED), ("gemma3_text", TIED), ("qwen3_moe", UNTIED), ("mixtral", TIED),
+         ("gpt_neox", UNTIED), ("opt", TIED)]  # fmt: skip
+EXPERTS = ("qwen3_moe", "mixtral")  # held in fp32 their products are fp32 too on a CPU, whatever autocast says
+LORA = LoraConfig(rank=3, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def any_precision():
+    """A process has one precision, as accelerate sees it."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def rounded_folder(kind: str, changes: dict, folder) -> str:
+    """A model whose matrices are bf16's numbers, saved in fp32."""
+    model = build(kind, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(str(folder))
+    return str(folder)
+
+
+def learner_of(base: str, held_in: str, *, dtype: str = "bf16", lora: LoraConfig | None = LORA, value_head: bool = False) -> Worker:
+    AcceleratorState._reset_state()
+    worker = Worker(WorkerSettings(dtype=dtype))
+    worker.create_model(0, ModelSpec(base, lora=lora, seed=1, value_head=value_head, base_dtype=held_in), None, False)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in worker.learners[0].trainable.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return worker
+
+
+def look(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, all gradients of the adapters) of the sum of some logprobs."""
+    outputs, _ = call(worker, "forward_backward", 0, random_datums(4, vocabulary=vocabulary), "importance_sampling", {}, 1.0, True)
+    logprobs = torch.cat([torch.from_numpy(found["logprobs"]) for found in outputs])
+    return logprobs, torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
+
+
+def reference(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by float64, in plain torch, of the numbers that the learner holds."""
+    learner = worker.learners[0]
+    with learner.whole_model(adapter_only=False) as found:
+        model = copy.deepcopy(found).double()
+    for module in model.modules():
+        vars(module).pop("forward", None)  # embeddings that give float32
+    model.config._attn_implementation = "eager"
+    inner_model(model).set_experts_implementation("eager")  # the other ones have no products in float64
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    for datum in random_datums(4, vocabulary=vocabulary):
+        fields = {name: data.to_torch() for name, data in datum.loss_fn_inputs.items()}
+        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+        logp = logits.log_softmax(-1).gather(1, fields["target_tokens"].long()[:, None])[:, 0]
+        logprobs.append(logp.detach())
+        total = total - ((logp - fields["logprobs"].double()).exp() * fields["advantages"].double() * fields["mask"].double()).sum()
+    names = dict(model.named_parameters())
+    grads = torch.autograd.grad(total, [names[name] for name in learner.trainable])
+    return torch.cat(logprobs), torch.cat([grad.reshape(-1) for grad in grads])
+
+
+@pytest.mark.parametrize(("kind", "changes"), KINDS, ids=[f"{kind} {'tied' if c is TIED else 'untied'}" for kind, c in KINDS])
+def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
+    base = rounded_folder(kind, changes, tmp_path / "base")
+    low, high = learner_of(base, "bf16"), learner_of(base, "fp32")
+    assert [n for n in low.learners[0].trainable] == [n for n in high.learners[0].trainable]
+    matrices = {n: p for n, p in low.learners[0].model.named_parameters() if not p.requires_grad and p.dim() >= 2}
+    kept = {n: p for n, p in low.learners[0].model.named_parameters() if n not in matrices}
+    assert matrices and {p.dtype for n, p in matrices.items() if "norm" not in n} <= {torch.bfloat16, torch.float32}
+    share = sum(p.numel() for p in matrices.values() if p.dtype == torch.bfloat16) / sum(p.numel() for p in matrices.values())
+    assert share > 0.95 and {p.dtype for p in kept.values()} == {torch.float32}
+    assert {b.dtype for b in low.learners[0].model.buffers() if b.is_floating_point()} <= {torch.float32}
+    (logp, grad), (expected_logp, expected_grad) = look(low), look(high)
+    if kind not in EXPERTS:
+        assert torch.equal(logp, expected_logp)
+        assert torch.equal(grad, expected_grad)
+    true_logp, true_grad = reference(low)
+    assert float((logp - true_logp).abs().median()) < 0.05
+    assert float((grad.double() - true_grad).norm() / true_grad.norm()) < 0.1
+
+
+def test_what_auto_is():
+    assert chosen("auto", lora=True, bf16=True, deepspeed=False) == "bf16"
+    assert chosen("auto", lora=True, bf16=False, deepspeed=False) == chosen("auto", lora=False, bf16=True, deepspeed=False) == "fp32"
+    for asked, where, words in [
+        ("bf16", dict(lora=True, bf16=False, deepspeed=False), "set precision to bf16"),
+        ("bf16", dict(lora=False, bf16=True, deepspeed=False), "all weights are trained"),
+        ("fp32", dict(lora=True, bf16=True, deepspeed=True), "DeepSpeed in bf16"),
+        ("4bit", dict(lora=True, bf16=True, deepspeed=True), "cannot be sharded"),
+        ("int8", dict(lora=True, bf16=True, deepspeed=False), "auto, fp32, bf16 or 4bit"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            chosen(asked, **where)

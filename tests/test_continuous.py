@@ -1,0 +1,190 @@
+"""Episodes that wait for nobody: the samples of the turn-by-turn loop, whoever is slow, blocks, fails or never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_rollout import PARAMS, Countdown, Countdowns, said
+
+from rl import ServiceClient
+from rl.clients import SampleStream
+from rl.environments import EnvironmentGroup, ProblemGroupBuilder, environment_from_words
+from rl.episodes import Clock, EpisodeFailed, Replayed, Waiters, continuous_rollout, rollout
+from rl.renderers import get_renderer
+from rl.rewards import Scorer
+from rl.types import Problem, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
+        client = service.create_full_training_client("tiny:addition", seed=1)
+        yield client.save_weights_and_get_sampling_client()
+
+
+def continuous(builders, sampler, **more):
+    return continuous_rollout(builders, sampler, more.pop("params", PARAMS), stream_of=SampleStream, **more)
+
+
+def facts(rollouts):
+    """All that happened but logprobs."""
+    return [
+        [
+            [(t.ob.to_ints(), t.ac.tokens, t.ac.stop_reason, t.reward, t.episode_done, t.truncated, t.metrics) for t in e.transitions]
+            for e in g.trajectories_G
+        ]
+        + [g.final_rewards_G, g.metrics_G, g.tag, g.problem_index]
+        for g in rollouts.groups
+    ], rollouts.errors
+
+
+def logprobs(rollouts):
+    return [lp for g in rollouts.groups for e in g.trajectories_G for t in e.transitions for lp in t.ac.logprobs]
+
+
+class Slow(Countdown):
+    """Takes a while, another one at every turn."""
+
+    chance = random.Random(0)
+
+    def step(self, action):
+        time.sleep(self.chance.random() * 0.02)
+        return super().step(action)
+
+
+class Awaited(Countdown):
+    async def step(self, action):
+        await asyncio.sleep(0.01)
+        return super().step(action)
+
+
+class Of(Countdowns):
+    def __init__(self, kind, *words, **more):
+        super().__init__(*words, **more)
+        self.kind = kind
+
+    def make_envs(self):
+        return [self.kind(self.first, turns, self.limit) for turns in self.turns]
+
+
+@pytest.mark.parametrize("kind", [Countdown, Slow, Awaited])
+def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
+    turns = [[1, 3], [2, 2, 5], [4], [1, 1, 1]]
+    expected = rollout([Countdowns(i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, PARAMS, seed=5)
+    for limit, steps in ((256, 16), (2, 1)):
+        found = continuous([Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, seed=5, limit=limit, steps=steps)
+        assert facts(found) == facts(expected)
+        np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-5)
+        for name in ("emitted_tokens", "finished_samples", "prefill_prompts"):
+            if name != "prefill_prompts" or steps == 16:
+                assert found.counters[name] >= expected.counters[name] * (name != "prefill_prompts")
+
+
+@pytest.mark.parametrize("place", ["inline", "process"])
+def test_answers_to_problems_are_scored_as_they_come(sampler, place):
+    renderer = get_renderer("plain", sampler.get_tokenizer())
+    problems = [Problem([{"role": "user", "content": f"{i}+{i}="}], {"answer": str(2 * i)}, index=i) for i in range(4)]
+    with Scorer("exact_match" if place == "inline" else "rl.rewards.text:exact_match") as scorer:
+        builders = [ProblemGroupBuilder(p, 4, renderer, scorer) for p in problems]
+        expected = rollout(builders, sampler, PARAMS, seed=2)
+        found = continuous(builders, sampler, seed=2)
+    assert facts(found) == facts(expected) and scorer.counts["calls"] == 32
+    # a group's prompt is read once, all of them together
+    assert found.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
+
+
+def test_a_game_and_tools_of_the_house_play_alike(sampler):
+    renderer = get_renderer("plain", sampler.get_tokenizer())
+    spec = environment_from_words("guess_number", {})
+    groups = [EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)]
+    params = SamplingParams(max_tokens=3, temperature=1.0)
+    again = [EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)]
+    expected, found = rollout(groups, sampler, params, seed=4), continuous(again, sampler, params=params, seed=4)
+    assert facts(found) == facts(expected)
+
+
+class Hangs(Countdown):
+    """Its second member never answers, its third breaks."""
+
+    count = 0
+
+    def step(self, action):
+        if self.turns == 2:
+            threading.Event().wait()
+        if self.turns == 3:
+            raise EpisodeFailed("broke")
+        return super().step(action)
+
+
+def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
+    start = time.monotonic()
+    found = continuous([Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])], sampler, seed=1, limit=2, seconds=0.5)
+    assert time.monotonic() - start < 10
+    assert [len(g.trajectories_G) for g in found.groups] == [2, 2]
+    assert sorted(found.errors) == ["broke", "the environment did not answer within its 0.5 s"]
+
+
+def test_waiters_hold_a_limit_and_go_on_without_the_lost():
+    waiters, working, most, lock = Waiters(3), [0], [0], threading.Lock()
+
+    def work():
+        with lock:
+            working[0] += 1
+            most[0] = max(most[0], working[0])
+        time.sleep(0.01)
+        with lock:
+            working[0] -= 1
+        return 7
+
+    for i in range(4):
+        waiters.begin((0, i), threading.Event().wait, 0.05)  # never
+    for i in range(20):
+        waiters.begin((1, i), work)
+    keys = waiters.keys()
+    while set(waiters.ready()) != keys:
+        waiters.wait(keys)
+    assert most[0] <= 3 and all(waiters.take((1, i)) == 7 for i in range(20))
+    with pytest.raises(EpisodeFailed, match="within its 0.05 s"):
+        waiters.take((0, 0))
+    waiters.close()
+
+
+class Tenths(Countdown):
+    def step(self, action):
+        time.sleep(self.chance())
+        return super().step(action)
+
+
+def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
+    """Logprobs too, though who is slow is another one each time, and one who failed then would answer now."""
+    turns, log = [[3, 1, 4], [2, 5], [1, 2, 3]], []
+
+    def groups(chances, fails):
+        made = []
+        for i, t in enumerate(turns):
+            group = Of(Tenths, i, t)
+            envs = group.make_envs()
+            for j, env in enumerate(envs):
+                env.chance = lambda chances=chances, hang=fails and (i, j) == (1, 1): 5.0 if hang else chances.random() * 0.03
+            group.make_envs = lambda envs=envs: envs
+            made.append(group)
+        return made
+
+    first = continuous(groups(random.Random(1), True), sampler, seed=3, steps=2, seconds=0.6, clock=Clock(log.append))
+    second: list = []
+    again = continuous(groups(random.Random(2), False), sampler, seed=3, steps=2, seconds=9, clock=Replayed(log, second.append))
+    assert len(first.errors) == 1 and facts(again) == facts(first) and logprobs(again) == logprobs(first) and second == log
+    assert again.counters == first.counters and len(log) > 5
+    other = continuous(groups(random.Random(2), False), sampler, seed=3, steps=2, clock=Clock())
+    assert said(other.groups[0]) == said(first.groups[0])
+
+
+def test_a_log_of_another_run_is_refused(sampler):
+    log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
+    with pytest.raises(Exception, match="log of decisions is of another run"):
+        continuous([Countdowns(0, [2, 2])], sampler, seed=3, clock=Replayed(log))

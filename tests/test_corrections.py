@@ -1,0 +1,227 @@
+"""Corrections for tokens that other weights drew: against verl's closed forms, against sums over every answer, and in whole runs.
+
+verl 0.9.1, trainer/ppo/rollout_corr_helper and its test test_rollout_corr: tensors [B, T] with a response mask, log ratio =
+learner - sampler; token and sequence weights, upper bound (TIS) or both (IcePop); rejection by k1 = -log ratio, token, sequence sum and
+sequence mean (its bounds are of sampler / learner: the reciprocals of ours).
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from whole_runs import RECIPE, train
+
+from rl.credit import Correction, corrected, episodes
+from rl.credit.corrections import KINDS, LEVELS, ratios
+from rl.methods import METHODS
+from rl.methods.steps import corrected_datums
+from rl.settings import RunSettings, SettingsError
+from rl.settings.cli import read
+from rl.types import Datum, ForwardBackwardOutput, ModelInput
+
+VALID = [c for c in itertools.product(KINDS, LEVELS) if not (c[0] in ("truncate", "icepop") and c[1] == "geometric")]
+
+
+def verl(log_ratio, mask, kind, level, low, high):
+    """Weights and response mask of its helper, written with torch over a rectangle."""
+    log_ratio, mask = torch.tensor(log_ratio), torch.tensor(mask)
+    sums = (log_ratio * mask).sum(-1, keepdim=True)
+    stat = {"token": log_ratio, "sequence": sums, "geometric": sums / mask.sum(-1, keepdim=True)}[level].expand_as(log_ratio)
+    weights = stat.clamp(-20, 20).exp() * mask
+    if kind == "truncate":
+        return weights.clamp(max=high), mask
+    if kind == "icepop":
+        return torch.where((weights >= low) & (weights <= high), weights, torch.zeros(())), mask
+    k1 = -stat
+    keep = (k1 >= np.log(1 / high)) & (k1 <= (np.log(1 / low) if low else np.inf))
+    return mask, mask * keep
+
+
+@pytest.mark.parametrize(("kind", "level"), [c for c in VALID if c[0] != "none"])
+@pytest.mark.parametrize("seed", range(5))
+def test_verl_closed_forms(kind, level, seed):
+    rng = np.random.default_rng(seed)
+    mask = (rng.random((6, 9)) < 0.7).astype(float)
+    mask[:, 0] = 1
+    gap = rng.normal(0, 0.5, (6, 9)) + rng.normal(0, 0.3 if level == "sequence" else 0.6, (6, 1)) / (4 if level == "sequence" else 1)
+    low, high = (0.0, 1.6) if kind == "truncate" else (0.6, 1.6)
+    expected_weights, expected_mask = verl(gap, mask, kind, level, low, high)
+    weights, kept, metrics = corrected(list(gap), list(mask != 0), list(range(6)), Correction(kind, level, low, high))
+    found = np.stack(weights) * mask
+    np.testing.assert_allclose(found, expected_weights.numpy(), rtol=1e-12)
+    np.testing.assert_array_equal(np.stack(kept), expected_mask.numpy() != 0)
+    applied = (found * np.stack(kept))[mask != 0]
+    assert metrics["optim/correction_weight"] == pytest.approx(applied.mean())
+    squares = (applied**2).sum()
+    assert metrics["optim/correction_ess"] == pytest.approx(applied.sum() ** 2 / squares / len(applied) if squares else 0.0)
+    ratio = np.stack(ratios(list(gap), list(mask != 0), list(range(6)), level))[mask != 0]
+    assert metrics["optim/correction_high"] == (ratio > high).mean() and metrics["optim/correction_low"] == (ratio < low).mean()
+
+
+def test_verl_mask_case():
+    """Its literals: ratios of 0.368 everywhere in one answer and 1.649 in the other; bounds 0.5 to 2 leave out the first, half of all."""
+    gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
+    for level in LEVELS[:1] + LEVELS[2:]:
+        weights, kept, metrics = corrected(gaps, masks, [0, 1], Correction("mask", level, 0.5, 2.0))
+        assert not kept[0].any() and kept[1].all() and metrics["optim/correction_low"] == 0.5
+        assert all((w == 1).all() for w in weights)
+    assert ratios(gaps, masks, [0, 1], "token")[0][0] == pytest.approx(0.368, abs=1e-3)
+    assert ratios(gaps, masks, [0, 1], "token")[1][0] == pytest.approx(1.649, abs=1e-3)
+
+
+def test_a_catastrophic_token_overflows_nothing():
+    """Its veto case is e^-15; here also e^800, which float64 has no number for."""
+    gaps, masks = [np.array([0.0, -15.0, 800.0])], [np.ones(3, bool)]
+    (w,), (kept,), metrics = corrected(gaps, masks, [0], Correction("truncate", "token", 0.0, 2.0))
+    assert w.tolist() == pytest.approx([1.0, np.exp(-15.0), 2.0]) and kept.all()
+    (w,), _, _ = corrected(gaps, masks, [0], Correction("icepop", "token", 0.5, 2.0))
+    assert w.tolist() == [1.0, 0.0, 0.0]
+    _, (kept,), metrics = corrected(gaps, masks, [0], Correction("mask", "sequence", 0.5, 2.0))
+    assert not kept.any() and metrics["optim/correction_ess"] == 0.0 and np.isfinite(list(metrics.values())).all()
+
+
+def test_sequence_weights_are_unbiased():
+    """Over every answer of three tokens of three: the sampler's mean of weight x grad log p is the learner's own gradient, exactly.
+
+    The token's ratio alone is not: it leaves out how the prefix was drawn.
+    """
+    rng = np.random.default_rng(0)
+    p, q = (rng.dirichlet(np.ones(3) * 4, size=3) for _ in range(2))  # independent positions, for the learner and for what drew
+    reward = rng.normal(size=(3, 3, 3))
+    answers = list(itertools.product(range(3), repeat=3))
+    mu = {a: np.prod([q[t, x] for t, x in enumerate(a)]) for a in answers}
+    pi = {a: np.prod([p[t, x] for t, x in enumerate(a)]) for a in answers}
+    gaps = [np.array([np.log(p[t, x] / q[t, x]) for t, x in enumerate(a)]) for a in answers]
+    expected = np.zeros((3, 3))
+    for a in answers:
+        for t, x in enumerate(a):
+            expected[t, x] += pi[a] * reward[a]
+
+    def estimate(level):
+        weights, _, _ = corrected(gaps, [np.ones(3, bool)] * 27, list(range(27)), Correction("truncate", level, 0.0, 1e5))
+        found = np.zeros((3, 3))
+        for a, weight in zip(answers, weights, strict=True):
+            for t, x in enumerate(a):
+                found[t, x] += mu[a] * reward[a] * weight[t]
+        return found
+
+    np.testing.assert_allclose(estimate("sequence"), expected, rtol=1e-12)
+    assert np.abs(estimate("token") - expected).max() > 1e-3
+
+
+def datums_of(rng, shares):
+    made = []
+    for share in shares:
+        n = int(rng.integers(2, 7))
+        mask = (rng.random(n) < 0.8).astype(np.float32)
+        mask[-1] = 1.0
+        fields = {"target_tokens": [1] * n, "advantages": mask * 1.5, "logprobs": -rng.random(n) * mask, "mask": mask}
+        made.append(Datum(ModelInput.from_ints([1] * n), fields, episode_share=share))
+    return made
+
+
+def test_an_episode_of_several_datums_is_one_sequence():
+    """The same episodes in one datum each, and cut up: the same weights, the same tokens kept."""
+    rng = np.random.default_rng(3)
+    assert episodes(datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])) == [0, 1, 1, 1, 2, 3, 3, 3, 4]
+    whole = [(rng.normal(0, 0.4, n), rng.random(n) < 0.8) for n in (12, 7, 9)]
+    cut, masks, owners = [], [], []
+    for episode, (gap, mask) in enumerate(whole):
+        for part, m in zip(np.split(gap, [3, 6]), np.split(mask, [3, 6]), strict=True):
+            cut, masks, owners = [*cut, part], [*masks, m], [*owners, episode]
+    for kind, level in VALID:
+        how = Correction(kind, level, 0.0 if kind == "truncate" else 0.7, 1.4)
+        a = corrected([g for g, _ in whole], [m for _, m in whole], [0, 1, 2], how)
+        b = corrected(cut, masks, owners, how)
+        np.testing.assert_allclose(np.concatenate(a[0]), np.concatenate(b[0]), rtol=1e-12)
+        np.testing.assert_array_equal(np.concatenate(a[1]), np.concatenate(b[1]))
+        assert a[2] == pytest.approx(b[2])
+
+
+class Scores:
+    """A policy whose learner's logprobs are given."""
+
+    def __init__(self, lp_D):
+        self.policy, self.lp_D = self, lp_D
+
+    def forward(self, datums, loss, config):
+        return self
+
+    def result(self):
+        return ForwardBackwardOutput([{"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]} for lp in self.lp_D], {})
+
+
+@pytest.mark.parametrize("against_learner", [False, True])
+@pytest.mark.parametrize(("kind", "level"), VALID)
+def test_datums_carry_the_correction(kind, level, against_learner):
+    """Weights in the advantages, what is left out in neither mask nor advantages, ratios against whichever is asked for."""
+    rng = np.random.default_rng(7)
+    datums = datums_of(rng, [1.0, 0.5, 0.5, 1.0])
+    learner = [d.loss_fn_inputs["logprobs"].array + rng.normal(0, 0.5, len(d.loss_fn_inputs["mask"])).astype(np.float32) for d in datums]
+    how = Correction(kind, level, 0.0 if kind == "truncate" else 0.7, 1.3)
+    found, metrics = corrected_datums(Scores(learner), datums, how, against_learner=against_learner, temperature=1.0)
+    masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
+    gaps = [lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array for lp, d in zip(learner, datums, strict=True)]
+    weights, kept, _ = corrected(gaps, masks, [0, 1, 1, 2], how)
+    for datum, new, lp, mask, weight, stays in zip(datums, found, learner, masks, weights, kept, strict=True):
+        inputs = new.loss_fn_inputs
+        np.testing.assert_allclose(inputs["advantages"].array, np.where(mask, 1.5 * weight * stays, 0.0), rtol=1e-6)
+        np.testing.assert_array_equal(inputs["mask"].array, stays)
+        q = datum.loss_fn_inputs["logprobs"].array
+        np.testing.assert_allclose(inputs["logprobs"].array, np.where(mask, lp, 0.0) if against_learner else q, rtol=1e-6)
+        assert ("drawn_logprobs" in inputs) == against_learner and new.episode_share == datum.episode_share
+    assert ("optim/correction_weight" in metrics) == (kind != "none") and "optim/kl_sample_train_v1" in metrics
+
+
+REFUSED = [
+    ("--correction-high 3", "correction is none"),
+    ("--correction truncate --correction-level geometric", "no importance weight"),
+    ("--correction icepop --proximal sampler", "which ratios against the sampler hold already"),
+    ("--correction mask --correction-low 1.5", "correction_low"),
+    ("--correction mask --correction-high 0.5", "correction_high"),
+    ("--correction rejection", "mask"),
+]
+
+
+@pytest.mark.parametrize("method", ["grpo", "reinforce", "ppo", "rlhf"])
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_settings_that_mean_nothing_are_refused(method, words, message):
+    with pytest.raises(SettingsError) as error:
+        read([method, *words.split()], METHODS, RECIPE, RunSettings)
+    assert message in " ".join(error.value.problems).replace("-", "_").replace("correction_is", "correction is")
+
+
+def test_truncated_is_and_a_correction_are_one_thing():
+    with pytest.raises(SettingsError) as error:
+        read("grpo --truncated-is 2 --correction mask".split(), METHODS, RECIPE, RunSettings)
+    assert "give one of the two" in str(error.value.problems)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [("truncate", "geometric", 0.0, 2.0), ("icepop", "token", 2.0, 1.0), ("tis", "token", 0.0, 2.0), ("mask", "word", 0.0, 2.0)],
+)
+def test_a_correction_that_is_none(values):
+    with pytest.raises(ValueError):
+        Correction(*values)
+
+
+WORDS = (
+    "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 4 --eval-every 0 --max-tokens 4 "
+    "--learning-rate 1e-3"
+)
+
+
+@pytest.mark.slow
+def test_whole_runs(tmp_path):
+    """Sampler and learner agree to 1e-4 here, so that a correction weighs by 1, leaves out nothing, and trains the same."""
+    plain = train(f"grpo {WORDS}", tmp_path / "plain")
+    rows = train(f"grpo {WORDS} --correction icepop --correction-level sequence --correction-low 0.9", tmp_path / "icepop")
+    trained = [row for row in rows if "optim/policy_loss" in row]
+    assert trained and all(row["optim/correction_weight"] == pytest.approx(1, abs=1e-3) for row in trained)
+    assert all(row["optim/correction_low"] == row["optim/correction_high"] == 0 for row in trained)
+    assert [row.get("optim/grad_norm") for row in rows] == pytest.approx([row.get("optim/grad_norm") for row in plain], rel=1e-3)
+    words = "--correction mask --correction-level geometric --correction-low 0.99 --correction-high 1.01"
+    rows = train(f"ppo {WORDS} {words}", tmp_path / "ppo")
+    assert {row["optim/correction_weight"] for row in rows if "optim/policy_loss" in row} == {1.0}

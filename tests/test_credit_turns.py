@@ -1,0 +1,117 @@
+"""Credit over episodes of 1 to 12 turns, some forgetting what came before: against sums that are written out, token by token."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl.credit import has_signal
+from rl.episodes import Trajectory, TrajectoryGroup
+from rl.episodes.episode import Transition
+from rl.methods.base import Models
+from rl.methods.grpo import PolicyGradient
+from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
+from rl.methods.ppo import Ppo
+from rl.methods.ppo_settings import PpoOptions, PpoSettings
+from rl.settings import KlSettings
+from rl.types import ModelInput, SampledSequence
+
+
+def random_episode(rng, *, forgets: bool) -> Trajectory:
+    """Turns whose prompts go on from what came before, but for those that begin anew."""
+    turns, read = [], rng.integers(1, 50, rng.integers(1, 4)).tolist()
+    for _ in range(rng.integers(1, 13)):
+        tokens = rng.integers(1, 50, rng.integers(1, 5)).tolist()
+        logprobs = (-rng.random(len(tokens))).tolist()
+        turns.append(Transition(ModelInput.from_ints(read), SampledSequence(tokens, logprobs), float(rng.normal()), False))
+        hole = rng.integers(1, 50, rng.integers(0, 4)).tolist()
+        anew = forgets and rng.random() < 0.3
+        read = [60, *hole] if anew else [*read, *tokens, *hole]
+    turns[-1].episode_done = True
+    turns[-1].truncated = bool(rng.random() < 0.3)
+    return Trajectory(turns)
+
+
+def random_groups(seed: int, count: int, size: int):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for p in range(count):
+        episodes = [random_episode(rng, forgets=p % 2 == 1) for _ in range(size)]
+        groups.append(TrajectoryGroup(episodes, rng.normal(size=size).tolist(), [{}] * size, "t", p))
+    return groups
+
+
+def trained(datums) -> np.ndarray:
+    """The advantages of the trained tokens, in their order; elsewhere they are 0."""
+    for datum in datums:
+        mask = datum.loss_fn_inputs["mask"].array != 0
+        assert not datum.loss_fn_inputs["advantages"].array[~mask].any()
+    return np.concatenate([d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums])
+
+
+COMPARED = {
+    "mean": lambda r, i: r[i] - math.fsum(r) / len(r),
+    "mean_std": lambda r, i: (r[i] - math.fsum(r) / len(r)) / math.sqrt(math.fsum((x - math.fsum(r) / len(r)) ** 2 for x in r) / len(r)),
+    "leave_one_out": lambda r, i: r[i] - math.fsum(x for k, x in enumerate(r) if k != i) / (len(r) - 1),
+    "none": lambda r, i: r[i],
+}
+
+
+@pytest.mark.parametrize("advantage", COMPARED)
+@pytest.mark.parametrize(("step_rewards", "discount"), [("sum", 1.0), ("to_go", 1.0), ("to_go", 0.7), ("to_go", 0.0)])
+def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, discount):
+    groups = random_groups(3, 8, 4)
+    pg = PolicyGradientSettings(advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4)
+    found = trained(PolicyGradient(GrpoSettings(policy_gradient=pg)).credit(groups, Models(SimpleNamespace())))
+    wanted: list[float] = []
+    for group in groups:
+        rewards_G_N = [[t.reward for t in e.transitions] for e in group.trajectories_G]
+        for steps, final in zip(rewards_G_N, group.final_rewards_G, strict=True):
+            steps[-1] += final
+        # each total is compared with those of the group; or each single reward with all of the group's, and turns then add up what follows
+        pool = [math.fsum(steps) for steps in rewards_G_N] if step_rewards == "sum" else [r for steps in rewards_G_N for r in steps]
+        assert has_signal(pool)
+        compared = [COMPARED[advantage](pool, i) for i in range(len(pool))]
+        at = 0
+        for g, episode in enumerate(group.trajectories_G):
+            count = len(episode.transitions)
+            for t, turn in enumerate(episode.transitions):
+                if step_rewards == "sum":
+                    value = compared[g]
+                else:
+                    value = math.fsum(discount ** (k - t) * compared[at + k] for k in range(t, count))
+                wanted += [value] * len(turn.ac.tokens)
+            at += count
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Values:
+    """A value for each prefix, of its tokens alone."""
+
+    def compute_values(self, inputs):
+        found = [np.cumsum(np.sin(np.asarray(one.to_ints(), dtype=np.float64))).astype(np.float32) for one in inputs]
+        return SimpleNamespace(result=lambda: found)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.95, 0.0)])
+def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma, lam):
+    groups = random_groups(5, 6, 3)
+    options = PpoOptions(normalise_advantages=False, gamma=gamma, gae_lambda=lam, truncated="bootstrap")
+    found = trained(Ppo(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).credit(groups, Models(Values())))
+    wanted: list[float] = []
+    for group in groups:
+        for episode, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
+            rewards, values, read = [], [], []
+            for turn in episode.transitions:
+                read = turn.ob.to_ints()
+                for token in turn.ac.tokens:
+                    values.append(math.fsum(math.sin(t) for t in read))
+                    rewards.append(0.0)
+                    read = [*read, token]
+                rewards[-1] += turn.reward
+            rewards[-1] += final
+            ahead = [*values[1:], math.fsum(math.sin(t) for t in read) if episode.transitions[-1].truncated else 0.0]
+            delta = [r + gamma * after - v for r, after, v in zip(rewards, ahead, values, strict=True)]
+            wanted += [math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

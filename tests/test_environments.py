@@ -1,0 +1,548 @@
+"""Environments as the rollout plays them: what is asked and answered, tools, limits, settings, and everything that breaks."""
+
+import asyncio
+import json
+import textwrap
+import time
+from dataclasses import dataclass
+
+import pytest
+from scripted import Scripted
+
+from rl.environments import (
+    Environment,
+    EnvironmentGroup,
+    Limits,
+    Turn,
+    environment_from_words,
+    isolated,
+    register_environment,
+    registered_environments,
+    resolve_environment,
+    tool,
+)
+from rl.episodes import group_metrics, rollout, rollout_rows, trajectory_to_datums
+from rl.errors import UserError
+from rl.models import load_tokenizer
+from rl.renderers import get_renderer
+from rl.seeds import derive_seed
+from rl.types import Problem, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=200, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def ascii_tokenizer():
+    return load_tokenizer("tiny:ascii")
+
+
+@pytest.fixture
+def play(ascii_tokenizer):
+    """Plays groups of an environment against written answers: play(spec, say, members, limits) -> Rollouts."""
+
+    def run(spec, say, *, members=1, rows=({},), limits=None, renderer="plain", system_prompt=None):
+        spec = resolve_environment(spec) if isinstance(spec, (str, type)) else spec
+        made = get_renderer(renderer, ascii_tokenizer)
+        problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
+        builders = [EnvironmentGroup(spec, p, members, made, limits=limits, system_prompt=system_prompt) for p in problems]
+        return rollout(builders, Scripted(ascii_tokenizer, say), PARAMS, seed=0)
+
+    return run
+
+
+@dataclass
+class Guess(Environment):
+    """The number that the seed says."""
+
+    high: int = 100
+
+    def start(self):
+        self.number = self.rng.randrange(self.high)
+        return "Guess."
+
+    def step(self, answer):
+        guess = int(answer["content"])
+        if guess == self.number:
+            return Turn(reward=1.0, done=True, metrics={"found": 1.0}, logs={"number": self.number})
+        return Turn("higher" if guess < self.number else "lower", reward=-0.1)
+
+
+def bisect(prompt, *_):
+    """Reads the conversation and guesses the middle."""
+    low, high, guess = 0, 99, 49
+    said = prompt.removeprefix("Guess.")
+    while said:
+        for word in ("higher", "lower"):
+            number, found, rest = said.partition(word)
+            digits = "".join(c for c in number if c.isdigit())
+            if found and digits and int(digits) == guess:
+                low, high = (guess + 1, high) if word == "higher" else (low, guess - 1)
+                said, guess = rest, (low + high) // 2
+                break
+        else:
+            raise AssertionError(said)
+    return str(guess)
+
+
+def test_a_files_place_does_not_change_its_episodes(tmp_path):
+    seeds = []
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "mine.py"
+        file.write_text("from rl.environments.calculator import Calculator\nclass Mine(Calculator):\n    pass\n")
+        spec = resolve_environment(f"{file}:Mine")
+        group = EnvironmentGroup(spec, Problem((), {}, index=3), 1, None)
+        seeds.append((spec.stream, group.seed))
+    assert seeds[0] == seeds[1] == ("mine.py:Mine", derive_seed("environment", "mine.py:Mine", 3))
+    assert resolve_environment("calculator").stream == "calculator"
+
+
+def test_a_conversation_is_played_to_its_end(play):
+    found = play(Guess, bisect, members=2, rows=[{}, {}, {}])
+    assert not found.errors and len(found.groups) == 3
+    for group in found.groups:
+        first, second = group.trajectories_G
+        # both members of a group meet the number of its seed, and so go the same way
+        assert [t.ac.tokens for t in first.transitions] == [t.ac.tokens for t in second.transitions]
+        wrong = len(first.transitions) - 1
+        assert group.get_total_rewards() == [pytest.approx(1.0 - 0.1 * wrong)] * 2 and wrong <= 6
+        assert [t.reward for t in first.transitions] == [-0.1] * wrong + [1.0]
+        assert [t.episode_done for t in first.transitions] == [False] * wrong + [True] and not first.transitions[-1].truncated
+        first.advantage = 1.0
+        (datum,) = trajectory_to_datums(first)  # every prompt went on where the answer before had ended
+        assert datum.loss_fn_inputs["mask"].array.sum() == sum(len(t.ac.tokens) for t in first.transitions)
+    numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in found.groups}
+    assert len(numbers) > 1
+    assert group_metrics(found.groups)["env/all/found"] == 1.0
+
+
+def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
+    found = play(Guess, bisect)
+    (group,) = found.groups
+    (episode,) = group.trajectories_G
+    episode.advantage = 0.5
+    (row,) = json.loads(json.dumps(list(rollout_rows(found, get_renderer("plain", ascii_tokenizer), 1.0))))
+    turns = row["turns"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
+    assert [turn["sampled"] for turn in turns] == [False, True] * len(episode.transitions)
+    assert turns[0]["text"] == "Guess." and turns[1]["text"] == "49" and turns[1]["observation_tokens"] == len("Guess.")
+    assert [turn["reward"] for turn in turns[1::2]] == [t.reward for t in episode.transitions]
+    assert turns[-1]["logs"]["number"] == episode.transitions[-1].logs["number"]
+    for turn, transition in zip(turns[1::2], episode.transitions, strict=True):
+        assert turn["token_ids"] == transition.ac.tokens and "".join(turn["tokens"][:-1]) == turn["text"]
+        assert turn["logprobs"] == transition.ac.logprobs and "restarts" not in turn
+    assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns if turn["sampled"]))
+
+
+# ---------------------------------------------------------------------------------------------------------------- limits
+
+
+class Endless(Environment):
+    def start(self):
+        return [{"role": "system", "content": "S"}, {"role": "user", "content": "go"}]
+
+    def step(self, answer):
+        return Turn("more", reward=1.0, metrics={"cut": float("cut_off" in answer)})
+
+
+def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
+    (group,) = play(Endless, lambda *_: "a", limits=Limits(turns=3)).groups
+    (episode,) = group.trajectories_G
+    assert [t.reward for t in episode.transitions] == [1.0] * 3
+    assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [(True, True)]
+    assert episode.transitions[-1].metrics["truncated"] == 1.0
+    # "Sgo" is 3 tokens, each turn adds an answer, its end and "more", 6: after n turns the prompt has 3 + 6 n, and room is kept for 200
+    (group,) = play(Endless, lambda *_: "a", limits=Limits(turns=99, tokens=215)).groups
+    (episode,) = group.trajectories_G
+    assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
+    assert episode.transitions[-1].metrics["context_overflow"] == 1.0 and group.get_total_rewards() == [3.0]
+    none = play(Endless, lambda *_: "a", limits=Limits(tokens=202))
+    assert not none.groups and "episode's limit of 202" in none.errors[0]
+
+
+def test_an_answer_that_was_cut_off_is_known_as_such(play):
+    (group,) = play(Endless, lambda *_: "abc...", limits=Limits(turns=2)).groups
+    (episode,) = group.trajectories_G
+    assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[0].metrics["ended"] == 0.0
+    # its end mark is put in as something observed, not as something that the model wrote
+    first, second = episode.transitions
+    assert second.ob.to_ints()[: first.ob.length + 3] == [*first.ob.to_ints(), *first.ac.tokens]
+    assert len(first.ac.tokens) == 3
+
+
+def test_system_prompts_and_async_environments(play):
+    class Later(Environment):
+        async def start(self):
+            self.loop = asyncio.get_running_loop()
+            await asyncio.sleep(0.01)
+            return "q"
+
+        async def step(self, answer):
+            assert asyncio.get_running_loop() is self.loop
+            await asyncio.sleep(0.01)
+            return Turn(reward=2.0, done=True)
+
+        async def close(self):
+            closed.append(asyncio.get_running_loop() is self.loop)
+
+    closed = []
+    found = play(Later, lambda *_: "a", members=3, system_prompt="Be brief. ")
+    assert found.groups[0].get_total_rewards() == [2.0] * 3
+    assert found.groups[0].trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
+    end = time.monotonic() + 5
+    while len(closed) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert closed == [True] * 3
+
+
+def test_what_a_group_shares_is_made_once(play):
+    made = []
+
+    class Sharing(Environment):
+        def share(self):
+            made.append(self.seed)
+            return {"words": [self.rng.random()]}
+
+        def start(self):
+            self.shared["words"].append(self.member)
+            return "q"
+
+        def step(self, answer):
+            return Turn(reward=self.shared["words"][0], done=True)
+
+    found = play(Sharing, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}])
+    assert sorted(made) == [5, 6]
+    assert [len(set(group.get_total_rewards())) for group in found.groups] == [1, 1]
+    assert found.groups[0].get_total_rewards() != found.groups[1].get_total_rewards()
+
+
+# ----------------------------------------------------------------------------------------------------------------- tools
+
+
+def call(name, **arguments):
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+
+
+class WithTools(Environment):
+    def __init__(self):
+        self.tools = (tool(nap, seconds=0.3), boom, self.note, tool(shout, characters=50))
+        self.notes = {}
+
+    def note(self, key: str, value: str) -> str:
+        """Keeps a value.
+
+        Args:
+            key: its name
+            value: what is kept
+        """
+        self.notes[key] = value
+        return f"{key} is kept"
+
+    def start(self):
+        return "go"
+
+    def step(self, answer):
+        return Turn(reward=len(self.calls), done=True, logs={"notes": self.notes})
+
+
+def nap(seconds: float) -> str:
+    """Sleeps.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "slept"
+
+
+def boom() -> str:
+    """Fails."""
+    raise RuntimeError("no way")
+
+
+def shout(times: int) -> str:
+    """Says much.
+
+    Args:
+        times: how often
+    """
+    return "A" * times
+
+
+CALLS = {
+    "several at once": (call("note", key="a", value="1") + "\n" + call("boom"), ["a is kept", "Error: RuntimeError: no way"]),
+    "a hang": (call("nap", seconds=60), ["Error: nap took longer than 0.3 s"]),
+    "no such tool": (call("nott", key="a"), ["Error: there is no tool 'nott', did you mean 'note'?"]),
+    "a missing argument": (call("note", key="a"), ["Error: note: missing a required argument: 'value'"]),
+    "one too many": (call("boom", x=1), ["Error: boom: got an unexpected keyword argument 'x'"]),
+    "no JSON": ("<tool_call>\nnote(1)\n</tool_call>", ["Error: the call <tool_call>\nnote(1)\n</tool_call> is no call: no JSON"]),
+    "cut off": ('<tool_call>\n{"name": "no...', ["was not finished"]),
+    "much": (call("shout", times=100_000_000), ["characters left out"]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_answered_each_within_its_limits(play, name):
+    said, wanted = CALLS[name]
+    begin = time.monotonic()
+    found = play(WithTools, lambda prompt, turn, *_: said if turn == 0 else "done", limits=Limits(seconds=30))
+    assert not found.errors and time.monotonic() - begin < 15
+    (group,) = found.groups
+    first, last = group.trajectories_G[0].transitions
+    told = [message["content"] for message in last.logs["told"]]
+    assert all(message["role"] == "tool" for message in last.logs["told"]) and len(told) == len(wanted)
+    for text, beginning in zip(told, wanted, strict=True):
+        assert text.startswith(beginning) or beginning in text
+    assert len(first.logs["tool_calls"]) == len(wanted) == last.reward
+    malformed = name in ("no such tool", "a missing argument", "one too many", "no JSON", "cut off")
+    assert last.metrics["tool/calls"] == len(wanted) and last.metrics["tool/malformed"] == malformed
+    assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
+    # the model has read each answer as it was told, after its own words
+    assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [*first.ob.to_ints(), *first.ac.tokens]
+
+
+def test_the_tools_descriptions_are_those_of_transformers():
+    from typing import Literal
+
+    from transformers.utils import get_json_schema
+
+    from rl.environments.schema import schema_of
+
+    def plain(a: int, b: float = 1.0, c: bool = False) -> str:
+        """Adds.
+
+        And more of it.
+
+        Args:
+            a: the first
+            b: the second, which
+                goes on in another line
+            c: whether
+        Returns:
+            A text
+        """
+
+    def nested(words: list[str], table: dict[str, int], near: int | None = None, both: int | str = 1) -> list:
+        """Does it
+
+        Args:
+            words: some (or none): words
+            table: numbers
+            near: or nothing
+            both: one of them
+        """
+
+    def chosen(kind: Literal["a", "b"], anything: dict, rest: list) -> None:
+        """Chooses.
+
+        Args:
+            kind: which
+            anything: what
+            rest: the others
+        """
+
+    for function in (plain, nested, chosen, boom, nap):
+        wanted = get_json_schema(function)
+        wanted["function"].pop("return", None)
+        if function is chosen:  # transformers takes an enum's values from "(choices: ...)" in the text, and the type from the hint
+            kind = wanted["function"]["parameters"]["properties"]["kind"]
+            assert kind["enum"] == ["a", "b"]
+        assert schema_of(function) == wanted
+
+    def untyped(a):
+        """Does it.
+
+        Args:
+            a: what
+        """
+
+    def undescribed(a: int):
+        """Does it."""
+
+    def silent():
+        pass
+
+    for function, said in ((untyped, "has no type hint"), (undescribed, "has no line under"), (silent, "no docstring")):
+        with pytest.raises(UserError, match=said):
+            schema_of(function)
+
+
+# ------------------------------------------------------------------------------------------------------- names, settings
+
+
+def test_environments_are_found_by_name_and_address(tmp_path):
+    alone = {"calculator", "debate", "guess_number", "tic_tac_toe", "twenty_questions"}  # others need a package, rows or a server
+    assert alone < set(registered_environments())
+    for name in alone:
+        assert resolve_environment(name).make() is not None
+    with pytest.raises(UserError, match="did you mean 'calculator'"):
+        resolve_environment("calculater")
+    file = tmp_path / "mine.py"
+    source = "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
+    file.write_text(f"from rl.environments import Environment\n{source}")
+    spec = environment_from_words(f"{file}:Mine", [("size", "3"), ("on", "True")])
+    assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
+    assert environment_from_words(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"] is False
+    with pytest.raises(UserError) as error:
+        environment_from_words(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
+    said = str(error.value)
+    assert "did you mean --environment.size?" in said and "size is required" in said and "--environment.on: maybe is not" in said
+    with pytest.raises(UserError, match="'Mime' is no environment there; did you mean 'Mine'"):
+        resolve_environment(f"{file}:Mime")
+    with pytest.raises(UserError, match="does not exist"):
+        resolve_environment(f"{tmp_path}/none.py:Mine")
+    with pytest.raises(UserError, match="called 'calculator' already"):
+        register_environment("calculator")(Guess)
+    register_environment("guess for this test")(Guess)
+    assert resolve_environment("guess for this test", high=7).make().high == 7
+    with pytest.raises(UserError, match="did you mean --environment.high"):
+        resolve_environment(Guess, hihg=7)
+
+
+# ----------------------------------------------------------------------------------------------------- what breaks, where
+
+BAD = textwrap.dedent('''
+    import os, time, sys
+    from rl.environments import Environment, Turn, tool
+
+    def dies() -> str:
+        """Dies."""
+        os._exit(3)
+
+    def prints() -> str:
+        """Prints 100 MB."""
+        for _ in range(100):
+            sys.stdout.write("x" * 1_000_000)
+            os.write(1, b"y" * 100)
+        return "printed"
+
+    class Bad(Environment):
+        """Member 1 does what its row says, the others are well."""
+        tools = (dies, prints)
+        how = property(lambda self: self.row["how"])
+        when = property(lambda self: self.row["when"])
+        def misbehave(self):
+            if self.how == "raise": raise KeyError("mine")
+            if self.how == "exit": sys.exit(0)
+            if self.how == "hang": time.sleep(600)
+            if self.how == "spin":
+                while True: pass
+            if self.how == "die": os._exit(0)
+            if self.how == "kill": os.kill(os.getpid(), 9)
+            if self.how == "print":
+                for _ in range(100): sys.stdout.write("x" * 1_000_000)
+        def start(self):
+            if self.member == 1 and self.when == "start": self.misbehave()
+            return {"nothing": None, "number": 3, "bytes": b"a", "empty": [], "norole": [{"content": "a"}]}.get(
+                self.how, "go") if self.member == 1 and self.when == "start" else "go"
+        def step(self, answer):
+            if self.member == 1 and self.when == "step":
+                self.misbehave()
+                wrong = {"nothing": None, "nan": Turn(reward=float("nan"), done=True), "text": Turn(reward="much", done=True),
+                         "metric": Turn(done=True, metrics={"a": float("inf")}), "silent": Turn(), "seat": Turn("a", seat=3),
+                         "logs": Turn(done=True, logs={"a": object()}), "much": Turn("a" * 100_000_000), "tuple": ("a", 1.0)}
+                if self.how in wrong: return wrong[self.how]
+            return Turn(reward=float(self.member), done=True)
+        def close(self):
+            if self.member == 1 and self.when == "close": self.misbehave()
+''')  # fmt: skip
+
+NAMED = {
+    "raise": "raised KeyError: 'mine'", "exit": "raised SystemExit", "hang": "not done within its 2 s", "spin": "not done within its 2 s",
+    "die": "died", "kill": "died", "nothing": "", "number": "gave 3", "bytes": "", "empty": "says nothing", "norole": "gave [{",
+    "nan": "gave the reward nan", "text": "gave the reward 'much'", "metric": "gave the metric 'a' inf", "silent": "says nothing",
+    "seat": "names the seat 3", "logs": "JSON", "much": "characters", "tuple": "",
+}  # fmt: skip
+STEP = ("raise", "exit", "hang", "nothing", "nan", "text", "metric", "silent", "seat", "logs", "much", "tuple")
+START = ("raise", "hang", "nothing", "number", "empty", "norole")
+
+
+@pytest.fixture(scope="module")
+def bad_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("bad") / "bad.py"
+    file.write_text(BAD)
+    return file
+
+
+@pytest.fixture(scope="module")
+def bad_process(bad_file):
+    spec = isolated(environment_from_words(f"{bad_file}:Bad", []))
+    yield spec
+    spec.root.close()
+
+
+def check_damage(found, how):
+    """One episode of three is lost, and named; the others stand with what they earned."""
+    (group,) = found.groups
+    if how in ("print", "fine"):
+        assert group.get_total_rewards() == [0.0, 1.0, 2.0] and not found.errors
+        return
+    assert group.get_total_rewards() == [0.0, 2.0], found.errors
+    (error,) = found.errors
+    assert "episode 1 of row 0" in error and NAMED[how] in error and len(error) < 2000
+
+
+@pytest.mark.parametrize(
+    ("how", "when"), [*((h, "step") for h in STEP), *((h, "start") for h in START), ("raise", "close"), ("hang", "close")]
+)
+def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
+    begin = time.monotonic()
+    spec = environment_from_words(f"{bad_file}:Bad", [])
+    found = play(spec, lambda *_: "a", members=3, rows=[{"how": how, "when": when}], limits=Limits(seconds=2))
+    check_damage(found, "fine" if when == "close" else how)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(("how", "when"), [
+    *((h, "step") for h in (*STEP, "spin", "die", "kill", "print")), *((h, "start") for h in (*START, "die", "bytes")),
+    ("die", "close"), ("hang", "close"),
+])  # fmt: skip
+def test_in_processes_death_costs_no_more(play, bad_process, how, when):
+    begin = time.monotonic()
+    found = play(bad_process, lambda *_: "a", members=3, rows=[{"how": how, "when": when}], limits=Limits(seconds=2))
+    check_damage(found, "fine" if when == "close" else how)
+    assert time.monotonic() - begin < 60
+
+
+def test_a_tool_that_dies_costs_its_call(play, bad_process):
+    """A plain function runs in a process of its own there; what it prints goes nowhere."""
+    said = call("dies") + call("prints") + call("dies")
+    found = play(bad_process, lambda prompt, turn, *_: said if turn == 0 else "a", members=2, rows=[{"how": "", "when": ""}])
+    (group,) = found.groups
+    assert not found.errors and group.get_total_rewards() == [0.0, 1.0]
+    for episode in group.trajectories_G:
+        told = [message["content"] for message in episode.transitions[-1].logs["told"]]
+        assert told == ["Error: dies died", "printed", "Error: dies died"]
+
+
+def test_the_process_gone_it_is_begun_again(play, bad_process):
+    rows = [{"how": "", "when": ""}]
+    assert not play(bad_process, lambda *_: "a", rows=rows).errors
+    bad_process.root._process.kill()
+    bad_process.root._process.wait()
+    assert not play(bad_process, lambda *_: "a", rows=rows).errors
+
+
+def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
+    file = tmp_path / "sharing.py"
+    file.write_text(textwrap.dedent("""
+        import os
+        from rl.environments import Environment, Turn
+        class Sharing(Environment):
+            def share(self):
+                return {"by": os.getpid(), "number": self.rng.random()}
+            def start(self):
+                return "q"
+            def step(self, answer):
+                metrics = {"by": self.shared["by"], "mine": os.getpid(), "above": os.getppid()}
+                return Turn(reward=self.shared["number"], done=True, metrics=metrics)
+    """))
+    spec = isolated(environment_from_words(f"{file}:Sharing", []))
+    found = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
+    spec.root.close()
+    assert not found.errors
+    for group in found.groups:
+        metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
+        assert len({m["by"] for m in metrics}) == 1 and len({m["mine"] for m in metrics}) == 3
+        assert all(m["above"] == m["by"] for m in metrics) and len(set(group.get_total_rewards())) == 1
+    assert len({group.trajectories_G[0].transitions[0].metrics["by"] for group in found.groups}) == 2

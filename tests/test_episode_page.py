@@ -1,0 +1,152 @@
+"""Pages of rollouts: turns, calls folded, seats, filters, links; hostile texts; rows without turns."""
+
+import json
+import re
+
+import pytest
+from test_logbook import Page
+
+from rl.data.rollouts import _files as stored_files
+from rl.report import html
+from rl.report.logbook import Logbook
+
+EVIL = "</pre></details><script>alert('x')</script>\"'&amp;<img src=x onerror=y>"
+
+
+def turn(text, **more):
+    pieces = list(text)
+    return {"role": "assistant", "text": text, "sampled": True, "tokens": pieces, "logprobs": [-0.001] * len(pieces), "reward": 0.0,
+            "stop_reason": "stop", "metrics": {}, "seat": 0, **more}  # fmt: skip
+
+
+def said(role, text, **more):
+    return {"role": role, "text": text, "sampled": False, **more}
+
+
+def row(turns, **more):
+    last = turns[-1]
+    kept = {"group": 0, "index": 0, "tag": "calculator", "problem": 7, "prompt": "", "response": last["text"], "reward": 1.0}
+    kept |= {"advantage": 0.5, "metrics": {}, **{key: last[key] for key in ("stop_reason", "tokens", "logprobs")}}
+    return {**kept, "turns": turns, **more}
+
+
+CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.25, "answer": "6"}
+
+
+def episode(first="call", **more):
+    told = [said("system", "Be careful."), said("user", "What is 2*3?")]
+    last = turn("It is 6", reward=1.5, logs={"x": 1})
+    return row([*told, turn(first, tool_calls=[CALL]), said("tool", "6", name="calculator"), last], **more)
+
+
+def test_an_episode_is_shown_turn_by_turn():
+    text = html.page([episode(), episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3)
+    page = Page(text)
+    assert page.tags.count("article") == 2 and page.tags.count("section") == 1
+    (first, _) = page.articles
+    assert [part in first for part in ("turn 1", "turn 2", "+1.5", "2 turns", "11 tokens", "reward 1")] == [True] * 6
+    assert 'calculator(expression="2*3") → 6 (0.25 s)' in first and first.count("calculator(") == 1
+    assert "What is 2*3?" not in first and text.count("What is 2*3?") == 1  # it stands above the group, once
+    assert text.index("system: Be careful.") < text.index("What is 2*3?") < text.index("<article")
+    # sampled tokens are coloured, what others said is not among them
+    assert "".join(piece for kind, piece in page.spans if kind.startswith("p5")).count("It is 6") == 2
+    assert "Be careful." not in "".join(piece for _, piece in page.spans)
+
+
+def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
+    page = Page(html.page([row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])], title="", step=1))
+    (text,) = page.articles
+    assert text.index("first") < text.index("two?") < text.index("second")
+    alone = row([said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"), turn("second")])
+    assert "tool clock: from a tool" in Page(html.page([alone], title="", step=1)).articles[0]
+
+
+def test_failed_and_malformed_calls_say_so():
+    calls = [{**CALL, "error": "division by zero"}, {"name": "", "arguments": {}, "error": "is no call", "malformed": True}]
+    text = html.page([row([said("user", "?"), turn("x", tool_calls=calls)])], title="", step=1)
+    assert 'class="failed"' in text and "error: division by zero" in text and "a call that cannot be read() → error: is no call" in text
+
+
+def test_seats_stand_side_by_side_and_others_are_grey():
+    turns = [said("user", "board 1"), turn("mine", seat=0), said("user", "board 2"), turn("theirs", seat=1, sampled=False)]
+    turns += [said("user", "board 3"), turn("again", seat=0, reward=-1.0)]
+    text = html.page([row(turns, seats=[None, "random"])], title="", step=1)
+    page = Page(text)
+    assert "grid-template-columns:repeat(2, minmax(0, 1fr))" in text
+    assert "seat 0: the policy" in page.articles[0] and "seat 1: random" in page.articles[0]
+    assert [int(n) for n in re.findall(r"grid-column:(\d)", text)] == [1, 2, 1]
+    kinds = {piece: kind for kind, piece in page.spans if piece in "mt"}
+    assert kinds["m"].startswith("p5")
+    assert "".join(piece for kind, piece in page.spans if kind == "ob") == "theirs"
+
+
+PLACES = ("text", "tokens", "told", "name", "call", "answer", "logs", "metrics", "tag", "stop", "expected", "seat")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hostile_texts_are_text_wherever_they_stand(place):
+    call, one, more, told = dict(CALL), turn("x"), {}, said("user", "?")
+    if place in ("text", "tokens"):
+        one = turn(EVIL) if place == "text" else turn("x", tokens=[EVIL], logprobs=[-1.0])
+    elif place in ("told", "name"):
+        told = said("user", EVIL) if place == "told" else said(EVIL, "?", name=EVIL)
+    elif place in ("call", "answer"):
+        call = {**call, "name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {**call, "answer": EVIL}
+    elif place in ("logs", "metrics"):
+        one = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
+    else:
+        more = {"tag": {"tag": EVIL}, "stop": {"stop_reason": EVIL}, "expected": {"answer": EVIL}, "seat": {"seat": EVIL}}[place]
+    rows = [row([told, {**one, "tool_calls": [call]}, said("user", "more"), turn("y")], **more), episode(group=1)]
+    page = Page(html.page(rows, title=EVIL, step=1))  # which checks that every tag is closed where it belongs
+    assert not {"script", "img"} & set(page.tags) and page.loads == []
+
+
+def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
+    rows = [episode(tag="a"), episode(tag="b", group=1, reward=-1.0), episode(tag="b", group=2, reward=0.0)]
+    rows[2]["turns"][-1]["metrics"] = {"truncated": 1.0}
+    text = html.page(rows, title="", step=1)
+    labels = dict(re.findall(r'<label for="(f\d+)">([^<]+)</label>', text))
+    assert list(labels.values()) == ["a", "b", "0", "above 0", "below 0", "stop", "truncated"]
+    articles = re.findall(r'<article class="([^"]*)"', text)
+    shown = [{labels[kind] for kind in kinds.split() if kind in labels} for kinds in articles]
+    assert shown == [{"a", "above 0", "stop"}, {"b", "below 0", "stop"}, {"b", "0", "truncated"}]
+    for kind in labels:
+        assert f'<input type="checkbox" id="{kind}" checked>' in text
+        assert f"#{kind}:not(:checked) ~ main .{kind} {{ display: none; }}" in text
+    assert "checkbox" not in html.page(rows[:1], title="", step=1)  # nothing to choose from
+
+
+def test_pages_of_a_run_link_to_each_other(tmp_path):
+    with Logbook(tmp_path / "run") as logbook:
+        for step in (1, 6, 11):
+            logbook.rollouts(step, [episode()])
+    pages = {step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text() for step in (1, 6, 11)}
+    links = {step: re.findall(r'<a href="([^"]+)">(.*?)</a>', text) for step, text in pages.items()}
+    one, six, eleven = (f"step_{step:06d}.html" for step in (1, 6, 11))
+    assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
+    assert links[6] == [(one, "&larr; step 1"), (eleven, "step 11 &rarr;")]
+    with Logbook(tmp_path / "run", resume_step=6) as logbook:
+        logbook.rollouts(8, [episode()])
+    assert 'href="step_000008.html">step 8' in (tmp_path / "run" / "rollouts" / six).read_text()
+    assert "step_000011" not in (tmp_path / "run" / "rollouts" / six).read_text()
+
+
+def test_the_files_of_a_later_stage_say_its_name(tmp_path):
+    folder = tmp_path / "run" / "rollouts"
+    with Logbook(tmp_path / "run") as logbook:
+        for step, stage in ((3, ""), (4, "grpo"), (5, "grpo")):
+            logbook.rollouts(step, [episode()], stage)
+    assert sorted(path.stem for path in folder.glob("*.jsonl")) == ["step_000003", "step_000004_grpo", "step_000005_grpo"]
+    assert 'href="step_000005_grpo.html">step 5' in (folder / "step_000004_grpo.html").read_text()
+    assert 'href="step_000003.html">&larr; step 3' in (folder / "step_000004_grpo.html").read_text()
+    assert [path.name for path in stored_files(folder, range(4, 6))] == ["step_000004_grpo.jsonl", "step_000005_grpo.jsonl"]
+    with Logbook(tmp_path / "run", resume_step=4):
+        pass
+    assert {path.stem for path in folder.iterdir()} == {"step_000003", "step_000004_grpo"}
+
+
+def test_rows_without_turns_and_of_real_runs_are_shown_as_before(shared_data):
+    files = sorted(shared_data.glob("rollouts/**/*.jsonl"))
+    rows = [json.loads(line) for path in files[:2] for line in path.read_text().splitlines()[:20]]
+    page = Page(html.page(rows, title="", step=1))
+    assert len(page.articles) > 0 and "script" not in page.tags

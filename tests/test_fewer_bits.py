@@ -1,0 +1,153 @@
+"""What bitsandbytes holds: a base in 4 bit against the matrices that it stands for, AdamW in 8 bit against float64 and resumed."""
+
+
+import pytest
+import torch
+from helpers import call, random_datums
+from test_base_dtype import any_precision, learner_of, look, reference, rounded_folder
+from transformers import AutoModelForCausalLM
+
+from rl.clients.worker import ModelSpec, Worker, WorkerSettings
+from rl.errors import UserError
+from rl.learner import adamw
+from rl.learner.adamw import check_kind, new_adamw, set_adam
+from rl.learner.learner import LearnerSettings
+from rl.types import AdamParams
+
+__all__ = ["any_precision"]  # a fixture
+CPU = torch.device("cpu")
+
+
+def test_what_cannot_be_had_is_said(monkeypatch):
+    monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="requirements-bitsandbytes.txt"):
+        check_kind("adamw_8bit", CPU, sharded=False)
+    with pytest.raises(UserError, match="requirements-bitsandbytes.txt"):
+        learner_of("tiny:addition", "4bit")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="ZeRO and FSDP2"):
+        check_kind("adamw_8bit", CPU, sharded=True)
+    with pytest.raises(UserError, match="adamw, adamw_8bit, paged_adamw_8bit"):
+        check_kind("adam", CPU, sharded=False)
+    check_kind("adamw", CPU, sharded=True)
+
+
+def test_pages_need_a_gpu():
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(UserError, match="take adamw_8bit"):
+        check_kind("paged_adamw_8bit", CPU, sharded=False)
+
+
+# -------------------------------------------------------------------------------------------------------------------- 4 bit
+
+
+def unpacked_copy(worker: Worker, folder) -> str:
+    """The base model of the numbers that the learner's 4 bit stand for, saved."""
+    with worker.learners[0].whole_model(adapter_only=False) as model:
+        weights = {name.replace("base_model.model.", "").replace(".base_layer.", "."): p.detach().clone()
+                   for name, p in model.named_parameters() if "lora_" not in name}  # fmt: skip
+        config = model.get_base_model().config
+    bare = AutoModelForCausalLM.from_config(config)
+    missing, unexpected = bare.load_state_dict(weights, strict=False)
+    assert not unexpected and all("lm_head" in name for name in missing)
+    bare.tie_weights()
+    bare.save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False)])
+def test_a_base_in_4_bit_is_the_matrices_it_stands_for(kind, tied, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base = rounded_folder(kind, {"tie_word_embeddings": tied}, tmp_path / "base")
+    packed = learner_of(base, "4bit")
+    own = dict(packed.learners[0].model.named_parameters())
+    assert sum(p.dtype == torch.uint8 for p in own.values()) == 4 * 7
+    assert own["base_model.model.model.embed_tokens.weight"].dtype == torch.bfloat16
+    logp, grad = look(packed)
+    same = learner_of(unpacked_copy(packed, tmp_path / "same"), "bf16")
+    expected_logp, expected_grad = look(same)
+    assert torch.equal(logp, expected_logp) and torch.equal(grad, expected_grad)
+    true_logp, true_grad = reference(packed)
+    assert float((logp - true_logp).abs().median()) < 0.05
+    assert float((grad.double() - true_grad).norm() / true_grad.norm()) < 0.1
+    plain, _ = look(learner_of(base, "bf16"))
+    assert float((plain - logp).abs().max()) > 1e-3  # 4 bit are something else than bf16
+
+
+def test_4_bit_are_sampled_scored_and_merged_as_they_are_trained(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base = rounded_folder("llama", {"tie_word_embeddings": False}, tmp_path / "base")
+    worker = learner_of(base, "4bit")
+    tokens = [3, 4, 12, 5, 6, 13]
+    worker.snapshot(0, 1)
+    (found,) = call(worker, "compute_logprobs", 1, [tokens])
+    worker.save_for_sampler(0, str(tmp_path / "merged"), True, None)
+    merged = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
+    with torch.no_grad():
+        logp = merged(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = logp[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert float((torch.tensor(found[1:]) - expected).abs().max()) < 0.1
+    worker.snapshot_base(0, 2)
+    (bare,) = call(worker, "compute_logprobs", 2, [tokens])
+    assert bare != found
+
+
+# -------------------------------------------------------------------------------------------------------------------- 8 bit
+
+ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+
+
+def test_adamw_in_8_bit_follows_adamw():
+    """By float64's AdamW: in direction after ten steps, though each moment has 8 bit; of few numbers (fp32 there) to rounding."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    start = {"large": torch.randn(64, 128), "small": torch.randn(32)}
+    trained = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
+    exact = {name: torch.nn.Parameter(value.double()) for name, value in start.items()}
+    packed, plain = new_adamw(trained, "adamw_8bit"), torch.optim.AdamW(list(exact.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(10):
+        for name, parameter in trained.items():
+            gradient = torch.randn(parameter.shape) + 0.5
+            parameter.grad, exact[name].grad = gradient, gradient.double()
+        set_adam(packed, ADAM)
+        packed.step()
+        plain.step()
+    assert packed.state[trained["large"]]["state1"].dtype == torch.uint8
+    moved = {name: (trained[name].double() - start[name], exact[name] - start[name]) for name in start}
+    assert float((moved["small"][0] - moved["small"][1]).norm() / moved["small"][1].norm()) < 1e-5
+    a, b = (part.flatten() for part in moved["large"])
+    assert float(torch.cosine_similarity(a, b, 0)) > 0.99 and 0.95 < float(a.norm() / b.norm()) < 1.05
+
+
+def trainer(kind: str, state: str | None = None) -> Worker:
+    worker = Worker(WorkerSettings(learner=LearnerSettings(optimizer=kind)))
+    worker.create_model(0, ModelSpec("tiny:addition", seed=1), state, state is not None)
+    return worker
+
+
+def step(worker: Worker, seed: int) -> None:
+    call(worker, "forward_backward", 0, random_datums(6, seed=seed), "importance_sampling", {}, 6.0, True)
+    call(worker, "optim_step", 0, ADAM)
+
+
+def test_adamw_in_8_bit_resumes_to_the_bit(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    whole = trainer("adamw_8bit")
+    for seed in range(4):
+        step(whole, seed)
+        if seed == 1:
+            whole.save_state(0, str(tmp_path / "two"), {}, None)
+    resumed = trainer("adamw_8bit", str(tmp_path / "two"))
+    for seed in (2, 3):
+        step(resumed, seed)
+    for (name, a), b in zip(whole.learners[0].trainable.items(), resumed.learners[0].trainable.values(), strict=True):
+        assert torch.equal(a, b), name
+    a, b = whole.learners[0].optimizer_tensors(), resumed.learners[0].optimizer_tensors()
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    with pytest.raises(UserError, match="saved by adamw_8bit and cannot go on in adamw"):
+        trainer("adamw", str(tmp_path / "two"))
+    plain = trainer("adamw")
+    step(plain, 0)
+    plain.save_state(0, str(tmp_path / "plain"), {}, None)
+    with pytest.raises(UserError, match="saved by adamw and cannot go on in adamw_8bit"):
+        trainer("adamw_8bit", str(tmp_path / "plain"))

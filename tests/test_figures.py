@@ -1,0 +1,46 @@
+"""What the console and the curves show of each kind of method, by the metrics that it logs."""
+
+import json
+
+import pytest
+
+from rl.report import plots
+from rl.report.console import headline, held_out
+
+LOGGED = {
+    "grpo": ({"reward/total": 0.5, "optim/loss": 3.0, "optim/kl_sample_train_v1": 1e-5}, "reward 0.500  KL sampler-learner 1.0e-05"),
+    "grpo with a reference": ({"reward/total": 0.5, "optim/kl_ref_k3": 0.01}, "reward 0.500  KL to reference 1.0e-02"),
+    "distill, own answers": (
+        {"teacher/kl_per_token": 0.25, "optim/kl_sample_train_v1": 1e-5},
+        "KL to teacher 2.5e-01  KL sampler-learner 1.0e-05",
+    ),
+    "distill, the data's": ({"optim/loss": 1.0, "optim/kl": 0.25}, "loss 1.000  KL to teacher 2.5e-01"),
+    "offline": ({"optim/policy_loss": -0.25, "optim/kl_behaviour_v1": 0.125}, "policy loss -0.250  KL to behaviour 1.2e-01"),
+    "sft": ({"optim/loss": 1.25}, "loss 1.250"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOGGED)
+def test_the_console_shows_a_figure_of_every_method_and_says_which_kl_it_is(kind):
+    metrics, shown = LOGGED[kind]
+    assert headline(metrics) == shown
+
+
+def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on():
+    assert held_out({"optim/loss": 1.0}) == ""
+    assert held_out({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7}) == "held-out accuracy 0.500"
+    assert held_out({"test/env/all/reward/total": 0.7}) == "held-out reward 0.700", "a reward of one's own tells no accuracy"
+    assert held_out({"test/loss": 1.5, "test/token_accuracy": 0.25}) == "held-out loss 1.500, token accuracy 0.250"
+    assert held_out({"test/rewards/accuracies": 0.75, "test/loss": 0.5}) == "held-out accuracy 0.750, loss 0.500"
+
+
+def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tmp_path):
+    parts = {"reward/total": 0.5, "style": 0.25, "correct": 1.0, "ac_tokens_per_turn": 12.0, "ended": 1.0, "frac_truncated": 0.1}
+    row = {f"env/all/{name}": value for name, value in parts.items()} | {"optim/kl_ref_k3": 0.01, "env/sums/correct": 1.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **row}) + "\n" for i in range(3)))
+    curve = plots.read_curve(tmp_path)
+    shown = {panel.title for panel in [*plots.PANELS, *plots.reward_parts([curve])] if curve.series(panel)[0]}
+    own = {"reward", "reward: style", "reward: correct"}
+    assert shown == own | {"answer length (tokens)", "share of answers cut off", "KL to reference (nats a token)"}
+    drawn = plots.draw(tmp_path, tmp_path / "curves.png")
+    assert drawn.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,127 @@
+"""Runs from Python, methods of one's own, the installed command."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rl
+from rl.errors import UserError
+from rl.methods import METHODS
+from rl.run import open_weights
+from rl.run.notebook import asked_for
+from rl.settings import SettingsError
+
+REPO = Path(__file__).resolve().parent.parent
+SMALL = {"steps": 1, "batch_size": 4, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True}
+OWN = '''
+from dataclasses import dataclass, field, replace
+from rl.methods import GrpoSettings, PolicyGradient, PolicyGradientSettings
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(GrpoSettings):
+    """GRPO that looks twice."""
+    looks: int = 2
+
+class Twice(PolicyGradient):
+    """Learns from the same answers, and says how often it looked."""
+    Settings = Settings
+
+    def learn(self, models, datums, progress):
+        return {**super().learn(models, datums, progress), "own/looks": float(self.settings.looks)}
+
+class Broken:
+    Settings = Settings
+    online = True
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+    return tmp_path
+
+
+def test_a_run_from_python_with_a_function_as_reward(here):
+    asked = []
+
+    def long_ones(prompt, response, meta):
+        asked.append(response)
+        return float(len(response))
+
+    done = rl.train("grpo", reward=long_ones, output_dir=here / "run", **SMALL)
+    assert done.folder == here / "run" and done.metrics[-1]["step"] == 1 and len(asked) == 8 + 8
+    assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, asked[8:])) / 8)  # it was tried on eight rows before
+    assert done.weights.path == here / "run" / "checkpoints" / "grpo-final"
+    again = rl.train(resume=True, output_dir=here / "run", steps=2)
+    assert [row["step"] for row in again.metrics] == [1, 2]
+
+
+def test_a_call_says_what_a_line_would():
+    rewards = {"gsm8k": 1, "exact_match": 0.5}
+    run = asked_for("grpo", {"learning_rate": 1e-3, "system_prompt": "--no", "rewards": rewards, "train_limit": None})
+    settings = run.stages[0].settings
+    assert settings.data.rewards == (("gsm8k", 1.0), ("exact_match", 0.5)) and settings.data.system_prompt == "--no"
+    assert settings.optim.learning_rate == 1e-3 and settings.data.train_limit is None
+    assert [stage.settings.loop.steps for stage in asked_for("", {"grpo.steps": 3}).stages] == [750, 3]
+    with pytest.raises(UserError, match="learning_rte: no such setting; did you mean --learning-rate"):
+        asked_for("grpo", {"learning_rte": 1})
+
+
+def test_a_method_of_ones_own(here):
+    done = rl.train("mine.py:Twice", output_dir=here / "run", looks=5, **SMALL)
+    assert done.metrics[-1]["own/looks"] == 5.0
+    assert json.loads((here / "run/config.json").read_text())["stages"][0]["method"] == "mine.py:Twice"
+    assert (here / "run/checkpoints/Twice-final").is_dir()
+    again = rl.train(resume=True, output_dir=here / "run", steps=2)
+    assert again.metrics[-1]["own/looks"] == 5.0
+
+
+@pytest.mark.parametrize(
+    "method,problem",
+    [
+        ("mine.py:Twise", "has no class Twise; it has Settings, Twice, Broken"),
+        ("mine.py:Broken", "has no learn and no state and no load_state and no credit"),
+        ("not_there.py:X", "there is no such file"),
+        ("mine.py:Settings", "has no learn"),
+        ("no_such_module:X", "importing no_such_module failed"),
+    ],
+)
+def test_what_is_no_method_is_said(here, method, problem):
+    with pytest.raises(SettingsError, match=problem):
+        asked_for(method, {})
+
+
+def test_a_run_of_anothers_method_is_opened_in_its_folder_alone(here, monkeypatch):
+    rl.train("mine.py:Twice", output_dir=here / "run", **SMALL)
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
+    with pytest.raises(UserError, match="only code in the current folder is imported"):
+        open_weights(str(here / "run"))
+
+
+def test_methods_are_those_here_and_addresses():
+    assert "grpo" in METHODS and "grop" not in METHODS and METHODS.get("grop") is None
+    with pytest.raises(KeyError):
+        METHODS["grop"]
+
+
+@pytest.mark.parametrize("words,code,said", [([], 0, "usage: whetstone"), (["trian"], 2, "no command 'trian'")])
+def test_the_installed_command(words, code, said):
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    module, function = project["project"]["scripts"]["whetstone"].split(":")
+    line = f"import sys; sys.argv[0] = 'whetstone'; from {module} import {function}; sys.exit({function}())"
+    done = subprocess.run([sys.executable, "-c", line, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_installed_command_from_another_folder(tmp_path):
+    line = f"import sys; sys.path.insert(0, {str(REPO)!r}); from whetstone import main; sys.exit(main())"
+    words = [sys.executable, "-c", line, "train", "grpo", "--lr", "1"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "--learning-rate here" in " ".join(done.stderr.split())

@@ -1,0 +1,187 @@
+"""Hostile replies, seeds fixed: against the reader of messages by themselves, and from a live worker against the whole pool."""
+
+import json
+import math
+import os
+import random
+import struct
+import sys
+import time
+import zlib
+
+import pytest
+from fuzzing import ACCEPTED, REFUSED, run_family
+
+from rl.rewards import RewardResult, Scorer
+from rl.rewards.frames import MAX_REPLY, BadReply, Frames, Reply, decode_reply, encode_reply, frame
+
+NONCE = "0123456789abcdef" * 2
+PID = os.getpid()
+GOOD = {"item": 7, "pid": PID, "nonce": NONCE, "reward": 0.5, "metrics": {"a": 1.0}, "failure": None, "error": None}
+
+
+def header(payload: bytes, **change) -> bytes:
+    fields = {"mark": b"WR", "length": len(payload), "checksum": zlib.crc32(payload), **change}
+    return struct.pack(">2sQI", fields["mark"], fields["length"], fields["checksum"]) + payload
+
+
+def hostile_value(rng: random.Random):
+    """What no field should be: of the wrong kind, huge, odd, deep."""
+    return rng.choice([
+        None, True, False, -1, 2**63, 10**400, 1e308, -0.0, "", "NaN ", "nan", "1.0", "\ud800", "\x1b[2J", "x" * 5000, [], [1.0], {},
+        {"a": {}}, [[[[]]]], rng.random(), rng.randrange(-(2**70), 2**70), "0" * 32, PID, PID + 1, 8, 7.0, NONCE[:-1] + "x",
+    ])  # fmt: skip
+
+
+def hostile_message(rng: random.Random) -> bytes:
+    """A message that is wrong in one of eleven ways. (Some changes of a field make a right one: the test judges by its content.)"""
+    good = json.dumps(GOOD).encode()
+    way = rng.randrange(11)
+    if way == 0:
+        return rng.randbytes(rng.randrange(1, 300))
+    if way == 1:
+        return header(good, length=rng.choice([2**63, 2**64 - 1, MAX_REPLY + 1, rng.randrange(MAX_REPLY + 1, 2**64)]))
+    if way == 2:
+        return header(good)[: rng.randrange(1, len(good) + 14)]
+    if way == 3:
+        return header(good, checksum=rng.randrange(2**32))
+    if way == 4:
+        return header(good, mark=rng.randbytes(2))
+    if way == 5:
+        damaged = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        return frame(bytes(damaged))
+    if way == 6:
+        depth = rng.choice([100, 10_000, 200_000])
+        return frame(rng.choice([b"[" * depth, b"[" * depth + b"]" * depth, b'{"item":' * depth + b"7" + b"}" * depth]))
+    if way == 7:
+        text = rng.choice(["NaN", "Infinity", "-Infinity", "1" * 6000, "-" + "9" * 400, "1e999", '"\\ud800"', "true", "null"])
+        return frame(good.replace(b"0.5", text.encode()))
+    if way == 8:
+        return frame(json.dumps({**GOOD, rng.choice([*GOOD, "another"]): hostile_value(rng)}).encode())
+    if way == 9:
+        return frame(json.dumps({**GOOD, "metrics": {rng.choice(["\ud800", "a\x1b[2J", "k" * 9000, "b"]): hostile_value(rng)}}).encode())
+    fields = dict(GOOD)
+    for name in rng.sample(sorted(GOOD), rng.randrange(1, 4)):
+        fields.pop(name)
+    return frame(json.dumps(fields).encode())
+
+
+def in_pieces(rng: random.Random, data: bytes):
+    while data:
+        size = rng.choice([1, 3, 14, 100, 1 << 16])
+        yield data[:size]
+        data = data[size:]
+
+
+def inputs(seed: int, count: int):
+    """Hostile messages, and the seed of the pieces in which each comes."""
+    rng = random.Random(f"replies {seed}")
+    for _ in range(count):
+        yield hostile_message(rng), rng.randrange(2**32)
+
+
+NOT_ALL_THERE = "waited for"  # it is read on, for as long as the item has time
+
+
+def check(item) -> str:
+    """Whatever is taken has the right nonce, process and item, and plain, finite content."""
+    data, pieces = item
+    frames, payload = Frames(MAX_REPLY), None
+    try:
+        for piece in in_pieces(random.Random(pieces), data):
+            frames.feed(piece)
+            payload = payload or frames.next()
+        if payload is None:
+            assert len(data) < 14 or len(data) < 14 + struct.unpack_from(">Q", data, 2)[0] <= 14 + MAX_REPLY
+            return NOT_ALL_THERE
+        reply, sender = decode_reply(payload, 7, PID, NONCE)
+    except BadReply as error:
+        assert len(str(error)) < 500
+        str(error).encode("utf-8")
+        assert "\x1b" not in str(error)
+        return REFUSED
+    fields = json.loads(payload)
+    assert (fields["item"], fields["pid"], fields["nonce"], sender) == (7, PID, NONCE, PID)
+    if reply.failure is None:
+        assert type(reply.result.reward) is float and math.isfinite(reply.result.reward)
+        assert reply.result.reward == float(fields["reward"])
+        assert all(type(value) is float and len(name) < 400 for name, value in reply.result.metrics.items())
+        assert all(name.encode("utf-8") is not None and "\x1b" not in name for name in reply.result.metrics)
+    else:
+        assert reply.failure in ("error", "nan") and "\x1b" not in reply.error and reply.error.encode("utf-8") is not None
+    return ACCEPTED
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_reader_takes_what_is_right_and_names_what_is_not(seed):
+    report = run_family(inputs, check, seed=seed, count=50)
+    assert not report.faults
+    assert report.outcomes[ACCEPTED] < 25 < report.outcomes[REFUSED] + report.outcomes[NOT_ALL_THERE]  # most are hostile
+
+
+def test_replies_come_back_as_they_were_sent():
+    rng = random.Random(3)
+    frames = Frames(MAX_REPLY)
+    sent = [Reply(RewardResult(rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))})) for _ in range(200)]
+    sent += [Reply(None, "error", "raised ä and 中"), Reply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf}))]
+    stream = b"".join(encode_reply(number, NONCE, reply) for number, reply in enumerate(sent))
+    got = []
+    for piece in in_pieces(rng, stream):
+        frames.feed(piece)
+        while (payload := frames.next()) is not None:
+            got.append(decode_reply(payload, len(got), PID, NONCE)[0])
+    assert got == sent  # bit for bit: JSON's floats are Python's
+
+
+def test_a_reward_that_is_no_number_has_a_name():
+    for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
+        payload = encode_reply(7, NONCE, Reply(RewardResult(value)))[14:]
+        assert decode_reply(payload, 7, PID, NONCE)[0] == Reply(None, "nan", f"returned {text}")
+
+
+# ------------------------------------------------------------------------------------------------ from a live worker
+
+MODULE = """
+import os
+def sends(prompt, response, meta=None):
+    if meta is not None:
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if int(name) < 3 or not os.readlink("/proc/self/fd/" + name).startswith(("socket:", "pipe:")): continue
+                os.write(int(name), meta["data"])
+            except OSError:
+                continue
+            if meta["then"] == "exit": os._exit(0)
+    return float(response)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(tmp_path, monkeypatch, caplog, seed):
+    (tmp_path / "sender.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rng = random.Random(100 + seed)
+    items, hostile = [], set()
+    for i in range(60):
+        meta = None
+        if rng.random() < 0.3:
+            hostile.add(i)
+            meta = {"data": hostile_message(rng)[:100_000], "then": rng.choice(["exit", "go on", "go on"])}
+        items.append((f"ask {i}", str(i), meta))
+    begin = time.monotonic()
+    with Scorer("sender:sends", timeout=3.0, workers=2) as scorer:
+        scores = scorer.score_many(items)
+    assert time.monotonic() - begin < 120 and len(hostile) > 10
+    for i, score in enumerate(scores):
+        if i in hostile and score.reward is None:
+            assert score.failure in ("error", "death", "timeout") and "sender:sends" in score.error and f"ask {i}" in score.error
+            score.error.encode("utf-8")
+        else:
+            assert score.reward == float(i), (i, score)
+    failed = {i for i, score in enumerate(scores) if score.reward is None}
+    assert failed == hostile  # what was sent is never a right reply: it does not hold the worker's nonce
+    assert "Traceback" not in caplog.text
+    sys.modules.pop("sender", None)

@@ -1,0 +1,329 @@
+"""Malformed requests through the clients' verbs, from fixed seeds: taken and finite, or a ValueError at once; nothing else.
+
+What is not looked for: learning rates and weights that are finite and far too large are taken (the learner drops a step that is
+not finite), and so is whatever is merely unwise.
+"""
+
+import atexit
+import functools
+import math
+import random
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from fuzzing import ACCEPTED, REFUSED
+from helpers import random_datums
+
+from rl import ServiceClient
+from rl.losses.losses import LOSSES
+from rl.types import AdamParams, Datum, EncodedTextChunk, ImageChunk, ModelInput, SamplingParams, TensorData
+
+VOCABULARY, CONTEXT = 14, 512
+ODD = [
+    math.nan, math.inf, -math.inf, 1e40, -1e40, -1, 0, 1, 2, 14, -0.0, 0.5, 1.5, 1e-320, 2**31, 2**63, 2**70, -(2**63), True,
+    None, "", "x", "0.5", b"1", [], [0.5], [[1, 2], [3]], {}, {"a": 1}, (), object(), 1j, range(3), np.float32("nan"), np.int64(3),
+    np.zeros((2, 2)), np.array(["a"]), torch.zeros(3), torch.full((3,), math.nan),
+]  # fmt: skip
+PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
+KEEP = AdamParams(learning_rate=0.0)
+
+
+class Ground:
+    """One model that every request goes to, and what a good neighbour is answered."""
+
+    def __init__(self, service):
+        self.client = service.create_full_training_client("tiny:addition", seed=2, value_head=True)
+        self.sampler = self.client.save_weights_and_get_sampling_client()
+        self.good = random_datums(2, seed=9)
+        self.expected = self.scores()
+        self.tokens = [s.tokens for s in self.ask().result().sequences]
+        self.taken = self.refused = self.asked = 0
+
+    def ask(self):
+        return self.sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3, seed=1))
+
+    def scores(self):
+        outputs = self.client.forward(self.good, "ppo", {"temperature": 1.0}).result(60).loss_fn_outputs
+        return np.concatenate([output["logprobs"].array for output in outputs])
+
+    def still_works(self):
+        np.testing.assert_array_equal(self.scores(), self.expected)
+        assert [s.tokens for s in self.ask().result(60).sequences] == self.tokens
+
+    def attempt(self, what, call, finite, *, beside=False):
+        """Runs one request. A refusal names something; it comes at once, and costs a neighbour (`beside`: there is one) nothing."""
+        begin, neighbour = time.monotonic(), self.ask() if beside else None
+        try:
+            finite(call())
+            self.taken, outcome = self.taken + 1, ACCEPTED
+        except ValueError as error:
+            assert str(error).strip(), what
+            self.refused, outcome = self.refused + 1, REFUSED
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        assert neighbour is None or [s.tokens for s in neighbour.result(60).sequences] == self.tokens, what
+        assert time.monotonic() - begin < 60, what
+        return outcome
+
+    def settle(self):
+        """Drops what the requests have left, and looks whether the model is as it was."""
+        self.client._backwards.clear()
+        self.client.optim_step(KEEP).result(60)
+        self.still_works()
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
+        yield Ground(service)
+
+
+def shown(value) -> str:
+    return repr(value)[:200]
+
+
+def fields_for(loss: str, rng: random.Random) -> Datum:
+    """A datum that the loss takes."""
+    (datum,) = random_datums(1, seed=rng.randrange(10**6), low=3)
+    inputs = dict(datum.loss_fn_inputs)
+    n = datum.model_input.length
+    extra = {"returns": [0.1] * n, "ref_logprobs": [-2.0] * n, "weights": [1.0] * n, "values_old": [0.0] * n}
+    known, required = LOSSES[loss].known_fields, LOSSES[loss].required
+    inputs = {name: value for name, value in {**inputs, **extra}.items() if name in known and (name in required or rng.random() < 0.7)}
+    if LOSSES[loss].masked and "mask" not in inputs:
+        inputs["mask"] = [1.0] * n
+    return Datum(datum.model_input, inputs)
+
+
+def mutated(datum: Datum, rng: random.Random) -> Datum:
+    """The datum with one thing wrong (mostly): a value, a length, a field, a dtype, the input itself."""
+    inputs = {name: data.array.copy() for name, data in datum.loss_fn_inputs.items()}
+    tokens, name, odd = datum.model_input.to_ints(), rng.choice(list(inputs)), rng.choice(ODD)
+    match rng.randrange(9):
+        case 0:
+            values = inputs[name].tolist()
+            values[rng.randrange(len(values))] = odd
+            inputs[name] = values
+        case 1:
+            inputs[name] = odd
+        case 2:
+            inputs[name] = inputs[name][: rng.randrange(len(inputs[name]))]
+        case 3:
+            del inputs[name]
+        case 4:
+            field = rng.choice(["mask", "weights", "nonsense", "clip_high_threshold", "sequence_ratio_mask", "returns"])
+            inputs[field] = [rng.choice(ODD)] * len(tokens)
+        case 5:
+            inputs[name] = np.stack([inputs[name]] * rng.randrange(1, 4), axis=rng.randrange(2))
+        case 6:
+            tokens = [*tokens]
+            tokens[rng.randrange(len(tokens))] = odd
+            return Datum(ModelInput((EncodedTextChunk(tokens),)), inputs)
+        case 7:
+            whole = rng.choice([[], [3] * (CONTEXT + 1), odd, None])
+            chunks = rng.choice([(EncodedTextChunk(whole),), (ImageChunk(b"x", "png"),), (), whole])
+            return Datum(rng.choice([ModelInput(chunks), ModelInput.empty(), whole]), inputs)
+        case 8:
+            return Datum(datum.model_input, inputs, temperature=odd)
+    return Datum(datum.model_input, inputs)
+
+
+def finite_output(output) -> None:
+    assert all(math.isfinite(value) for value in output.metrics.values()), output.metrics
+    assert all(np.isfinite(data.array).all() for one in output.loss_fn_outputs for data in one.values())
+
+
+def ask_datums(ground, rng):
+    loss = rng.choice([name for name in LOSSES if LOSSES[name].group == 1])
+    backward = rng.random() < 0.5
+
+    def call():
+        datums = [fields_for(loss, rng), mutated(fields_for(loss, rng), rng)]
+        verb = ground.client.forward_backward if backward else ground.client.forward
+        try:
+            return verb(datums, loss).result(60)
+        except FloatingPointError:  # finite inputs whose ratio or square overflows: named, and the gradients are dropped
+            largest = max(np.abs(data.array.astype(float)).max(initial=0) for d in datums for data in d.loss_fn_inputs.values())
+            assert largest > 80
+            raise ValueError("overflow") from None
+
+    return ground.attempt(loss, call, finite_output, beside=True)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_datums(ground, part):
+    rng = random.Random(part)
+    for _ in range(90):
+        ask_datums(ground, rng)
+    ground.settle()
+
+
+def ask_loss_config(ground, rng):
+    loss = rng.choice([name for name in LOSSES if LOSSES[name].group == 1])
+    keys = [*LOSSES[loss].known_config, "nonsense", 3]
+    config = {key: rng.choice(ODD) for key in rng.sample(keys, rng.randrange(1, 3))}
+    data = [fields_for(loss, rng)]
+    return ground.attempt(f"{loss} {shown(config)}", lambda: ground.client.forward(data, loss, config).result(60), finite_output)
+
+
+def test_loss_configs(ground):
+    rng = random.Random(10)
+    for _ in range(100):
+        ask_loss_config(ground, rng)
+    for odd in ODD:  # the name, the data and the divisor
+        ground.attempt(f"loss {shown(odd)}", lambda odd=odd: ground.client.forward(ground.good, odd).result(60), finite_output)
+        ground.attempt(f"data {shown(odd)}", lambda odd=odd: ground.client.forward(odd, "ppo").result(60), finite_output)
+        ground.attempt(f"by {shown(odd)}", lambda odd=odd: ground.client.forward_backward([], "ppo", divisor=odd).result(60), finite_output)
+    ground.still_works()
+
+
+def ask_adam(ground, rng):
+    names = ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"]
+    given = {name: rng.choice(ODD) for name in rng.sample(names, rng.randrange(1, 3))}
+    return ground.attempt(shown(given), lambda: AdamParams(**given), lambda params: None)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [("loss config", 1877140219), ("loss config", 2823364487), ("loss config", 2343524781), ("sample", 2827720954),
+     ("loss config", 1632372924), ("loss config", 1404628833), ("loss config", 322497943)],
+    ids=["value_clip", "kl_coef", "cql_coef", "include_prompt_logprobs", "clip_high_threshold", "kl_coef 2**70", "value_clip 2**70"],
+)  # fmt: skip
+def test_found_by_many_more(ground, request_):
+    """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is neither on nor off."""
+    verb, seed = request_
+    assert VERBS[verb](ground, random.Random(seed)) == REFUSED
+
+
+def test_optimizer_parameters(ground):
+    rng = random.Random(20)
+    for _ in range(60):
+        ask_adam(ground, rng)
+    for odd in ODD:
+        ground.attempt(f"optim_step({shown(odd)})", lambda odd=odd: ground.client.optim_step(odd), lambda answer: None)
+    ground.still_works()
+
+
+def finite_sample(response) -> None:
+    for sequence in response.sequences:
+        assert len(sequence.tokens) == len(sequence.logprobs) and np.isfinite(sequence.logprobs).all()
+
+
+def ask_sample(ground, rng):
+    settings = {"max_tokens": 3}
+    request = {"prompt": PROMPT, "num_samples": 1}
+    for _ in range(rng.randrange(1, 3)):
+        odd = rng.choice(ODD)
+        match rng.randrange(4):
+            case 0 | 1:
+                settings[rng.choice(["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"])] = odd
+            case 2:
+                names = ["num_samples", "include_prompt_logprobs", "topk_prompt_logprobs", "prompt_logprobs_last_n"]
+                request[rng.choice(names)] = odd
+            case 3:
+                tokens = [3, odd] if rng.random() < 0.5 else odd
+                # a function, since the chunk itself may be refused
+                chunk = functools.partial(EncodedTextChunk, tokens)
+                request["prompt"] = rng.choice([odd, chunk, ModelInput.from_ints([3] * CONTEXT), ModelInput.empty()])
+
+    def call():
+        prompt = request["prompt"]
+        if isinstance(prompt, functools.partial):
+            prompt = ModelInput((prompt(),))
+        return ground.sampler.sample(**{**request, "prompt": prompt}, sampling_params=SamplingParams(**settings)).result(60)
+
+    return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, beside=True)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_samples(ground, part):
+    rng = random.Random(30 + part)
+    for _ in range(60):
+        ask_sample(ground, rng)
+    for odd in ODD:
+        ground.attempt(f"scores of {shown(odd)}", lambda odd=odd: ground.sampler.compute_logprobs(odd).result(60), lambda found: None)
+    ground.still_works()
+
+
+def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
+    """What only the engine can know (its memory) is told to whoever asked for it, and to nobody else of the batch."""
+    from rl.sampler import Engine
+
+    add = Engine.add
+
+    def refuse_sevens(engine, request):
+        if request.num_samples == 7:
+            raise ValueError("seven samples do not fit")
+        return add(engine, request)
+
+    monkeypatch.setattr(Engine, "add", refuse_sevens)
+    before, refused, after = ground.ask(), ground.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)), ground.ask()
+    with pytest.raises(ValueError, match="seven samples do not fit"):
+        refused.result(60)
+    assert [[s.tokens for s in one.result(60).sequences] for one in (before, after)] == [ground.tokens] * 2
+
+
+def test_names_and_custom_losses(ground):
+    client = ground.client
+    for odd in ODD:
+        ground.attempt(f"saved as {shown(odd)}", lambda odd=odd: client._path("checkpoints", odd, None), lambda path: None)
+        ground.attempt(f"for {shown(odd)} s", lambda odd=odd: client._path("checkpoints", "a", odd), lambda path: None)
+        answers = {"loss": lambda *_, odd=odd: odd, "metric": lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd})}
+        for what, loss in answers.items():
+            ground.attempt(f"{what} {shown(odd)}", lambda loss=loss: client.forward_backward_custom(ground.good, loss), lambda answer: None)
+    ground.attempt("nan", lambda: client.forward_backward_custom(ground.good, lambda d, lps: (lps[0].sum() * math.nan, {})), lambda a: None)
+    ground.settle()
+
+
+def ask_tensor(ground, rng):
+    arguments = {"data": rng.choice(ODD), "dtype": rng.choice([None, "int64", "float32", "float64"])}
+    arguments["shape"] = rng.choice([None, [2], [1, -1], rng.choice([[0], [2, 2], [-3], ["x"], 5, [None]])])
+    return ground.attempt(shown(arguments), lambda: TensorData(**arguments), lambda made: made.tolist())
+
+
+def test_tensors(ground):
+    rng = random.Random(40)
+    for _ in range(60):
+        ask_tensor(ground, rng)
+
+
+# ------------------------------------------------------------------------------------------------------- as a family (bench/fuzz.py)
+
+VERBS = {"datums": ask_datums, "loss config": ask_loss_config, "sample": ask_sample, "adam": ask_adam, "tensor": ask_tensor}
+
+
+def inputs(seed, count):
+    """(verb, seed of the request)"""
+    rng = random.Random(f"requests {seed}")
+    for _ in range(count):
+        yield rng.choice(["datums", "datums", "loss config", "sample", "sample", "adam", "tensor"]), rng.randrange(2**32)
+
+
+SHARE = 0.5  # of what other families get: each request is a forward, and a sample beside it
+
+
+def check(item):
+    """One request to a model that lives as long as the process; every 100th time it must be as it was."""
+    ground = own_ground()
+    ground.asked += 1
+    if ground.asked % 100 == 0:
+        ground.settle()
+    verb, seed = item
+    return VERBS[verb](ground, random.Random(seed))
+
+
+@functools.cache
+def own_ground():
+    folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+    atexit.register(folder.cleanup)
+    service = ServiceClient(output_dir=folder.name)
+    atexit.register(service.close)
+    return Ground(service)
+
+
+def test_both_outcomes_were_seen(ground):
+    """Last: neither is everything refused nor everything taken."""
+    assert ground.taken + ground.refused >= 600 and ground.taken > 100 and ground.refused > 250, (ground.taken, ground.refused)

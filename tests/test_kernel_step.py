@@ -1,0 +1,90 @@
+"""The kernels between the products of a decoding step: torch's path by hand in float64, the kernels in Triton's interpreter."""
+
+import numpy as np
+import pytest
+import torch
+from interpreting import INTERPRETED, run_interpreted
+
+from kernels import step
+
+pytest.importorskip("triton", reason="triton is not installed")
+ROUNDING = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+
+
+def test_the_step_in_the_interpreter():
+    run_interpreted(__file__, "not gpu")
+
+
+test_the_step_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
+
+
+def ways():
+    if not INTERPRETED:
+        return step
+    from interpreting import patch_once
+
+    from kernels import step_triton
+
+    patch_once()
+    return step_triton
+
+
+def cases(count: int = 100):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        dtype = [torch.float32, torch.float16, torch.bfloat16][int(rng.integers(3))]
+        yield rng, torch.Generator().manual_seed(int(rng.integers(1 << 30))), dtype
+
+
+def close(found, exact, dtype):
+    assert found.dtype == dtype
+    scale = 1.0 + float(exact.abs().max())
+    assert float((found.double() - exact).abs().max()) <= ROUNDING[dtype] * scale
+
+
+def test_residual_and_norm():
+    for rng, g, dtype in cases():
+        rows, width = int(rng.integers(1, 4)), int(rng.integers(1, 70))
+        x, residual = (torch.randn(rows, width, generator=g).to(dtype) for _ in range(2))
+        weight = torch.rand(width, generator=g).to(dtype)
+        given = None if rng.random() < 0.2 else x
+        total = residual.double() if given is None else residual.double() + x.double()
+        exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        close(ways().residual_rms(given, residual, weight, 1e-5), exact, dtype)
+        close(residual, total, dtype)
+
+
+def test_gated_activation():
+    for rng, g, dtype in cases():
+        gate_up = (2 * torch.randn(int(rng.integers(1, 4)), 2 * int(rng.integers(1, 50)), generator=g)).to(dtype)
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        close(ways().silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+def test_rotation_and_cache():
+    """Each row's keys and values at its page and place, nothing else of the cache touched."""
+    for rng, g, dtype in cases():
+        rows, key_heads, repeat, half = (int(rng.integers(1, n)) for n in (4, 3, 3, 9))
+        heads, width = key_heads * repeat, 2 * half
+        qkv = torch.randn(rows, heads + 2 * key_heads, width, generator=g).to(dtype)
+        norm = torch.rand(2, width, generator=g).to(dtype) + 0.5 if rng.random() < 0.5 else None
+        angles = torch.outer(torch.arange(12).double(), torch.rand(half, generator=g).double())
+        cos, sin = angles.cos().to(dtype).double(), angles.sin().to(dtype).double()
+        rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(dtype)
+        position = torch.randint(0, 12, (rows,), generator=g)
+        page, place = torch.randperm(5, generator=g)[:rows], torch.randint(0, 4, (rows,), generator=g)
+        kv = torch.full((2, 5, 4, key_heads, width), 7.0).to(dtype)
+        x = qkv.double()
+        qk, v = x[:, : heads + key_heads], x[:, heads + key_heads :]
+        if norm is not None:
+            kinds = [0] * heads + [1] * key_heads
+            qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()[kinds]
+        a, b = qk.chunk(2, dim=-1)
+        c, s = cos[position][:, None], sin[position][:, None]
+        turned = torch.cat([a * c - b * s, b * c + a * s], -1)
+        found = ways().rope_append(qkv, norm, 1e-5, rope, position, kv, page, place, heads)
+        close(found, turned[:, :heads], dtype)
+        close(kv[0, page, place], turned[:, heads:], dtype)
+        assert torch.equal(kv[1, page, place], v.to(dtype))
+        kv[:, page, place] = 7.0
+        assert (kv == 7.0).all()

@@ -1,0 +1,101 @@
+"""What a run keeps beside its model does not grow with its steps: a stage's own loop on batches that a stub learns from."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl.data.curriculum import Curriculum
+from rl.data.problem_set import ProblemSet
+from rl.methods import METHODS
+from rl.methods.base import Models
+from rl.report.console import Console
+from rl.report.logbook import Logbook
+from rl.run.keeper import Keeper
+from rl.run.stage import Stage
+from rl.settings import DataSettings, LoopSettings
+from rl.types import Problem
+
+
+class StubPolicy:
+    """Saves by making folders, as a client does."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def save_state(self, name: str, **_: Any) -> Any:
+        path = self.folder / "checkpoints" / name
+        path.mkdir(parents=True)
+        return SimpleNamespace(result=lambda: SimpleNamespace(path=str(path)))
+
+    def save_weights_for_sampler(self, name: str, **_: Any) -> Any:
+        path = self.folder / "sampler_weights" / name
+        path.mkdir(parents=True)
+        return SimpleNamespace(result=lambda: SimpleNamespace(path=str(path)))
+
+
+def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Stage:
+    settings = METHODS["grpo"].settings()
+    data = DataSettings(curriculum="success")
+    loop = LoopSettings(steps=steps, save_every=50, keep_best="optim/loss", keep_best_mode="min", batch_size=4)
+    settings = replace(settings, loop=loop, data=data)
+    problems = ProblemSet([Problem([{"role": "user", "content": "?"}], {"level": i % 3}, tag="p", index=i) for i in range(30)], name="p")
+    return Stage(
+        name="grpo", index=0, method=METHODS["grpo"].hooks(settings), models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
+        problems=Curriculum(problems, data), test_problems=None, renderer=None, scorer=SimpleNamespace(),  # type: ignore[arg-type]
+        seed=0, first_step=0, done=0, logbook=logbook, console=console, keeper=Keeper(logbook),
+        stop_request=SimpleNamespace(exit_code=None),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def batch_metrics(step: int) -> dict[str, float]:
+    names = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/grad_norm", "optim/entropy", "optim/frac_credited",
+             "env/all/reward/total", "env/all/reward/std", "env/all/by_group/frac_mixed", "env/all/correct", "env/all/format",
+             "env/all/distinct_beginnings", "env/all/ac_tokens_per_turn", "env/all/frac_truncated")  # fmt: skip
+    row = {name: 0.5 + 0.001 * ((step * 7 + i) % 13) for i, name in enumerate(names)}
+    row |= {"env/all/reward/min": 0.0, "env/all/reward/max": 1.0, "env/all/total_groups": 4, "env/all/total_episodes": 16}
+    return row | {"optim/loss": 1.0 / (1 + step % 100), "sampler/temperature": 0.8, "env/all/correct": float(step % 40 < 20)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_stages_loop_keeps_nothing_by_the_step(tmp_path: Path, terminal: bool) -> None:
+    steps, marks = 900, (300, 600, 899)
+    held, seconds, since = [], [], time.process_time()
+    with open(os.devnull, "w") as sink, Logbook(tmp_path) as logbook, Console(stream=sink, terminal=terminal, width=120) as console:
+        stage = stage_of(tmp_path, console, logbook, steps)
+        console.stage("grpo", steps)
+        tracemalloc.start()
+        try:
+            for step in range(steps):
+                stage.end_batch(step, batch_metrics(step), None)
+                if step in marks:
+                    gc.collect()
+                    held.append(tracemalloc.get_traced_memory()[0])
+                    seconds.append(time.process_time() - since)
+                    since = time.process_time()
+        finally:
+            tracemalloc.stop()
+        assert len(logbook.checkpoints()) <= 4, "checkpoints are pruned"
+        logbook._metrics.flush()
+    assert held[2] - held[1] < 40_000, f"300 steps more hold {held[2] - held[1]} bytes more"  # the old alarms: 3.2 kB a step
+    assert seconds[2] < 3 * seconds[0], "300 steps take as long as the first"
+
+
+def test_errors_that_differ_at_every_step_are_not_kept_nor_said_without_end(tmp_path: Path) -> None:
+    with open(os.devnull, "w") as sink, Logbook(tmp_path) as logbook, Console(stream=sink, terminal=False) as console:
+        stage = stage_of(tmp_path, console, logbook, 10)
+        warned: list[str] = []
+        console.warn = warned.append  # type: ignore[method-assign]
+        for step in range(200):
+            stage.check(SimpleNamespace(errors=[f"KeyError: {step} (prompt x)"], groups=[SimpleNamespace(trajectories_G=[])]),  # type: ignore[arg-type]
+                        SimpleNamespace(version=1))  # type: ignore[arg-type]  # fmt: skip
+    assert len(warned) == 20 and len(stage.samples._said.kinds) == 20

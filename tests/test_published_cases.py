@@ -1,0 +1,456 @@
+"""Numbers and formulas that others published, against ours: what agrees, and (docs/published_cases.md) what does not and why.
+
+Every literal is an expected value of the named project's own tests; formulas are written out here from what those tests compare with.
+    rlax 0.1.9, trfl 1.2.0       literal cases (deepmind)
+    verl 0.9.1                   tests/trainer/ppo: test_core_algos_on_cpu, test_loss_aggregation_on_cpu, test_rollout_corr
+    Liger-Kernel                 test/chunked_loss: the plain torch losses that its kernels are held against
+    AReaL                        its packed GAE over sequences with and without an end
+Discounts that differ from step to step (theirs) are the one discount 1 (ours) in other units: with P_t the product of the discounts
+before step t, rewards P_t r_t and values P_t v_t have the advantages P_t A_t. A discount of 0 ends a sequence.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.discounted_scan import discounted_scan, gae
+from kernels.distill_kl import distill_kl
+from kernels.token_logprob import token_logprob
+from rl.credit.advantages import WITHIN_GROUP, returns_to_go, token_advantages
+from rl.losses.losses import LOSSES
+from rl.methods.steps import divisor, truncated_importance_sampling, weighted_by_sequence
+from rl.types import Datum, ForwardBackwardOutput, ModelInput
+
+F64 = torch.float64
+
+
+def advantages(rewards, discounts, values, bootstrap, lam):
+    """Advantages under discounts of their own, by both of ours: the float64 one, and the packed one of float32."""
+    rewards, discounts, values = (np.asarray(x, dtype=np.float64) for x in (rewards, discounts, values))
+    ends = [0, *(int(t) + 1 for t in np.flatnonzero(discounts[:-1] == 0)), len(rewards)]
+    plain, packed = [], []
+    for start, end in zip(ends, ends[1:], strict=False):
+        d = discounts[start:end]
+        units = np.concatenate([[1.0], np.cumprod(d)])
+        last = values[end] if end < len(rewards) else bootstrap
+        r, v, after = units[:-1] * rewards[start:end], units[:-1] * values[start:end], float(units[-1] * last)
+        plain.append(token_advantages(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
+        tensors = (torch.tensor(x, dtype=torch.float32) for x in (r, v))
+        found, _ = gae(*tensors, torch.tensor([0, end - start]), 1.0, lam, None, torch.tensor([after], dtype=torch.float32))
+        packed.append(found.double().numpy() / units[:-1])
+    return np.concatenate(plain), np.concatenate(packed)
+
+
+# -------------------------------------------------------------------------------------------------------- rlax, trfl
+
+GAE = {  # rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: rewards, discounts, values with the bootstrap last
+    "one": ([0, 0, 1, 0, -0.5], [0.99] * 5, [1, 4, -3, -2, -1, -1]),
+    "ends inside": ([0, 0, 0, 0, 1], [0.9, 0.9, 0.9, 0.0, 0.9], [-3, -2, -1, 0, 5, -1]),
+}
+GAE_EXPECTED = {
+    ("one", 1.0): [-1.45118, -4.4557, 2.5396, 0.5249, -0.49],
+    ("one", 0.7): [-0.676979, -5.248167, 2.4846, 0.6704, -0.49],
+    ("one", 0.4): [0.56731, -6.042, 2.3431, 0.815, -0.49],
+    ("ends inside", 1.0): [3.0, 2.0, 1.0, 0.0, -4.9],
+    ("ends inside", 0.7): [2.2899, 1.73, 1.0, 0.0, -4.9],
+    ("ends inside", 0.4): [1.725, 1.46, 1.0, 0.0, -4.9],
+}
+
+
+@pytest.mark.parametrize(("name", "lam"), GAE_EXPECTED)
+def test_rlax_truncated_gae(name, lam):
+    rewards, discounts, values = GAE[name]
+    for found in advantages(rewards, discounts, values[:-1], values[-1], lam):
+        np.testing.assert_allclose(found, GAE_EXPECTED[name, lam], atol=1e-3)  # their literals have four or five digits
+
+
+R = [[1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.8, -0.7, 0.0, 2.1]]  # rlax multistep_test, lambda, discounted and n-step returns
+D = [[0.5, 0.9, 1.0, 0.5, 0.8], [0.9, 0.5, 0.3, 0.8, 0.7]]
+V = [[3.0, 1.0, 5.0, -5.0, 3.0], [-1.7, 1.2, 2.3, 2.2, 2.7]]  # after each step
+LAMBDA_RETURNS = [[1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4], [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99]]
+DISCOUNTED = [[1.315, 0.63000005, 0.70000005, 1.7, 3.4], [1.33592, 0.9288, 0.2576, 3.192, 3.9899998]]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize(("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED)], ids=["lambda", "discounted"])
+def test_rlax_returns(row, lam, expected):
+    """A return is advantage + value; the value before the first step cancels. lambda 1 is also their n-step return of n >= 5."""
+    before = [7.0, *V[row][:-1]]
+    for found in advantages(R[row], D[row], before, V[row][-1], lam):
+        np.testing.assert_allclose(found + before, expected[row], rtol=2e-6)
+
+
+TD = [(d, v) for v in (0.0, 1.0, 2.0) for d in (0.0, 0.5, 1.0)]  # rlax and trfl, TDLearning: v_tm1 1, r -1
+
+
+@pytest.mark.parametrize(("case", "expected"), zip(TD, [-2.0, -2.0, -2.0, -2.0, -1.5, -1.0, -2.0, -1.0, 0.0], strict=True))
+def test_td_learning(case, expected):
+    discount, after = case
+    one = np.array([-1.0]), np.array([1.0])
+    assert token_advantages(*one, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx([expected])
+    value = torch.ones(1, requires_grad=True)
+    inputs = {"values": value, "returns": torch.tensor([1.0 + expected]), "mask": torch.ones(1)}
+    loss, _ = LOSSES["value"].fn(value.detach(), value.detach(), inputs, torch.tensor([0, 1]), {})
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(value.grad) == pytest.approx(-expected)  # trfl's, too
+
+
+TD_LAMBDA = [  # rlax value_learning_test, TDLambda, lambda 0.75
+    ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, [-2.4, 3.2732253, 1.0700002]),
+    ([1.3, 5.3, -3.3], [0.88, 1.0, 0.83], [2.1, -1.1, -2.1], -1.2, [-0.01701999, 2.6529999, -2.196]),
+]
+
+
+@pytest.mark.parametrize("case", TD_LAMBDA)
+def test_rlax_td_lambda(case):
+    *given, expected = case
+    for found in advantages(*given, 0.75):
+        np.testing.assert_allclose(found, expected, rtol=2e-5)  # the first of the second row is a difference of 2.1s
+
+
+@pytest.mark.parametrize("lam", [0.25, 0.5, 1.0])
+def test_trfl_generalised_lambda_returns(lam):
+    last = 0.5 + 0.8 * 0.1
+    expected = [0.4 + 0.9 * (lam * last + (1 - lam) * 0.3), last]
+    for found in advantages([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam):
+        np.testing.assert_allclose(found + [0.2, 0.3], expected, rtol=1e-6)
+
+
+SCANS = [  # trfl sequence_ops_test, scan_discounted_sum with reverse: sequence, decays, bootstrap, expected
+    ([3, 1, 5], [0.5, 0.9, 1.0], 0.0, [(5 * 0.9 + 1) * 0.5 + 3, 5 * 0.9 + 1, 5]),
+    ([-1.7, 1.2, 2.3], [0.9, 0.5, 0.3], 1.5, [((2.3 + 0.45) * 0.5 + 1.2) * 0.9 - 1.7, (2.3 + 0.45) * 0.5 + 1.2, 2.75]),
+    ([3, 1], [0.5, 0.9], 2.5, [(0.9 * 2.5 + 1) * 0.5 + 3, 0.9 * 2.5 + 1]),
+    ([33, 11, 55], [5, 9, 10], 0.0, [(55 * 9 + 11) * 5 + 33, 55 * 9 + 11, 55]),
+    ([-17, 12, 23], [9, 5, 3], 15.0, [((23 + 45) * 5 + 12) * 9 - 17, (23 + 45) * 5 + 12, 68]),
+]
+
+
+@pytest.mark.parametrize(("sequence", "decays", "after", "expected"), SCANS)
+def test_trfl_scan_discounted_sum(sequence, decays, after, expected):
+    units = np.concatenate([[1.0], np.cumprod(decays)])
+    items = units * np.array([*sequence, after], dtype=np.float64)
+    assert np.array(returns_to_go(items, 1.0))[:-1] / units[:-1] == pytest.approx(expected, rel=1e-12)
+    ours = discounted_scan(torch.tensor(items, dtype=torch.float32), torch.tensor([0, len(items)]), 1.0)
+    np.testing.assert_allclose(ours[:-1].numpy() / units[:-1], expected, rtol=1e-6)
+
+
+def test_trfl_scan_from_the_start():
+    """reverse=False with the decays 0.5, 0.9, 1, 0.1, 0.5 of the first row: y_t = d_t y_{t-1} + x_t."""
+    decays, sequence = np.array([0.5, 0.9, 1.0, 0.1, 0.5]), np.array([3.0, 1, 5, 2, 1])
+    units = np.cumprod(decays)
+    found = discounted_scan(torch.tensor(sequence / units, dtype=torch.float32), torch.tensor([0, 5]), 1.0, from_start=True)
+    expected = [3, 3.7, 8.7, 2.87, 2.435]
+    np.testing.assert_allclose(found.numpy() * units, expected, rtol=1e-6)
+
+
+ENTROPY = [  # trfl discrete_policy_gradient_ops_test: logits, entropy, its gradient
+    ([0, 1], 0.58220309, 0.1966119),
+    ([1, 2], 0.58220309, 0.1966119),
+    ([0, 2], 0.36533386, 0.2099872),
+    ([1, 1], 0.69314718, 0.0),
+    ([0, -1000], 0.0, 0.0),
+    ([0, 1000], 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("logits", "expected", "slope"), ENTROPY)
+def test_trfl_entropy(logits, expected, slope):
+    leaf = torch.tensor([logits], dtype=torch.float32, requires_grad=True)
+    _, entropy, _ = token_logprob(leaf, torch.tensor([0]))
+    entropy.sum().backward()
+    assert float(entropy) == pytest.approx(expected, abs=1e-6)
+    np.testing.assert_allclose(leaf.grad[0].numpy(), [slope, -slope], atol=1e-6)
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, dtype=np.float64)
+    return logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+
+
+def loss_of(name, lp, cu_seqlens, config=None, **inputs):
+    lp = torch.tensor(lp, dtype=F64, requires_grad=True)
+    tensors = {field: torch.as_tensor(np.asarray(value), dtype=F64) for field, value in inputs.items()}
+    loss, _ = LOSSES[name].compute(lp, torch.zeros_like(lp), tensors, torch.as_tensor(cu_seqlens), config or {})
+    (slope,) = torch.autograd.grad(loss, lp)
+    return float(loss), slope.numpy()
+
+
+TRFL_PG = [([0, 1], 0, 0.0, 0.0), ([0, 1], 0, 1.0, 1.313262), ([1, 1], 1, 2.0, 1.386294), ([0, 100], 1, 1.0, 0.0)]
+
+
+@pytest.mark.parametrize(("logits", "action", "value", "expected"), TRFL_PG)
+def test_trfl_discrete_policy_gradient(logits, action, value, expected):
+    """Loss -A log pi: cross_entropy weighted by the advantage; cispo where nothing is clipped (its ratio is 1)."""
+    lp = [log_softmax(logits)[action]]
+    assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(expected, abs=1e-6)
+    assert loss_of("cispo", lp, [0, 1], advantages=[value], logprobs=lp, mask=[1.0])[0] == pytest.approx(expected, abs=1e-6)
+    assert loss_of("importance_sampling", lp, [0, 1], advantages=[value], mask=[1.0])[1] == pytest.approx([-value])  # its gradient
+
+
+LOGITS = np.array([[1.0, 1, 1], [2, 0, 0], [-1, -2, -3]])
+RLAX_PG = [
+    (LOGITS, [0, 1, 2], [0.3, 0.2, 0.1], [-2.0, 2.0, 0.0], 0.0788835088),
+    (LOGITS + 1, [0, 0, 0], [-0.3, -0.2, -0.1], [-3.0, 1.0, -1.0], 0.327200909),
+]
+
+
+@pytest.mark.parametrize(("logits", "actions", "advantages_T", "weights", "expected"), RLAX_PG)
+def test_rlax_policy_gradient_loss(logits, actions, advantages_T, weights, expected):
+    lp = log_softmax(logits)[np.arange(3), actions]
+    credit = np.array(advantages_T) * weights / 3  # a mean over the three
+    assert loss_of("cross_entropy", lp, [0, 3], weights=credit)[0] == pytest.approx(expected, rel=1e-6)
+    assert loss_of("cispo", lp, [0, 3], advantages=credit, logprobs=lp, mask=np.ones(3))[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1, -0.17117467), (-1, 0.19333333)])
+def test_rlax_clipped_surrogate(sign, expected):
+    old = log_softmax([[1.0, 1, 1], [2, 0, 0], [-3, -2, -1]])[np.arange(3), [0, 1, 2]]
+    lp = log_softmax(LOGITS)[np.arange(3), [0, 1, 2]]
+    credit = sign * np.array([0.3, 0.2, 0.1])
+    found, _ = loss_of("ppo", lp, [0, 3], advantages=credit, logprobs=old, mask=np.ones(3))
+    assert found / 3 == pytest.approx(expected, abs=1e-5)  # their literal is of float32 and held to 1e-4
+
+
+RLAX_ENTROPY = [(LOGITS, [-2.0, 2.0, 0.0], 0.288693), (LOGITS + 1, [-3.0, 1.0, -1.0], 1.15422)]
+
+
+@pytest.mark.parametrize(("logits", "weights", "expected"), RLAX_ENTROPY)
+def test_rlax_entropy_loss(logits, weights, expected):
+    """Their sign: the loss is minus the weighted mean of the entropies."""
+    _, entropy, _ = token_logprob(torch.tensor(logits, dtype=torch.float32), torch.tensor([0, 0, 0]))
+    assert float(-(entropy.double() * torch.tensor(weights)).mean()) == pytest.approx(expected, rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------------- verl
+
+
+def test_verl_gae_steps_over_observations():
+    """Mask 0 0 1 1 1 0 0 1 1 0 0: what the values of observations are changes nothing, and the actions' are as if they stood alone."""
+    rewards = torch.tensor([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
+    mask = torch.tensor([0.0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0])
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        values = torch.where(mask != 0, torch.tensor([0.0, 0, 4, 5, 6, 0, 0, 7, 9, 0, 0]), 100 * torch.randn(11, generator=generator))
+        found.append(gae(rewards, values, torch.tensor([0, 11]), 0.9, 0.7, mask)[0])
+    assert torch.equal(*found)
+    alone = token_advantages(np.array([0.1, 0.1, 0.1, 0.1, 1.0]), np.array([4.0, 5, 6, 7, 9]), gamma=0.9, lam=0.7)
+    np.testing.assert_allclose(found[0][mask != 0].numpy(), alone, atol=5 * 10 * 2**-23)  # five float32 terms of at most 10
+
+
+def test_verl_group_advantages():
+    """GRPO without the std and RLOO over groups of random sizes, by the index loops that verl tests its vectorised ones against."""
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 8, 17):
+        scores = rng.normal(size=size)
+        ours = WITHIN_GROUP["leave_one_out"](scores.tolist())
+        assert ours == pytest.approx([s - np.delete(scores, i).mean() for i, s in enumerate(scores)], rel=1e-12)
+        assert WITHIN_GROUP["mean"](scores.tolist()) == pytest.approx(scores - scores.mean(), abs=1e-15)
+
+
+def test_verl_divides_by_the_sample_deviation():
+    """Of rewards 1 and 1.00001 (its low-variance case): verl divides by the sample's deviation + 1e-6, ours by the population's.
+
+    The equation of GRPO (arXiv 2402.03300, 4.1.2) does not say which; TRL divides by the sample's too. A known difference.
+    """
+    rewards = np.array([1.0, 1.00001])
+    verl = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    ours = WITHIN_GROUP["mean_std"](rewards.tolist())
+    assert ours == pytest.approx(verl * (rewards.std(ddof=1) + 1e-6) / (rewards.std() + 1e-6))
+    assert not np.allclose(ours, verl, rtol=0.1)
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 4])
+def test_verl_token_sum(cuts):
+    """Masked sums add up over any cut: 13 for their 2 x 3 case, and 8 rows of 1..24 with the last column masked."""
+    rows, mask = np.array([[1.0, 2, 30], [4, 50, 6]]), np.array([[1.0, 1, 0], [1, 0, 1]])
+    found, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
+    assert found == 13.0
+    rows, mask = np.arange(1.0, 25).reshape(8, 3), np.tile([1.0, 1, 0], (8, 1))
+    parts = [
+        loss_of("cross_entropy", -part.ravel(), np.arange(0, part.size + 1, 3), weights=weights.ravel())[0]
+        for part, weights in zip(np.split(rows, cuts), np.split(mask, cuts), strict=True)
+    ]
+    assert sum(parts) == (rows * mask).sum()
+
+
+class _Scores:
+    """A policy whose learner's logprobs are given."""
+
+    def __init__(self, lp_D):
+        self.policy, self.lp_D = self, lp_D
+
+    def forward(self, datums, loss, config):
+        return self
+
+    def result(self):
+        return ForwardBackwardOutput([{"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]} for lp in self.lp_D], {})
+
+
+def test_verl_truncated_importance_weights():
+    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it: each token's weight is min(cap, ratio)."""
+    lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
+    fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
+    weighted, metrics = truncated_importance_sampling(_Scores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0)
+    assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx([0.36788, 1.64872, 2.0], abs=1e-5)
+    assert metrics["optim/tis_frac_capped"] == pytest.approx(1 / 3)
+
+
+KL = {  # values, and gradients by the policy's logprob, of verl's kl_penalty (Schulman's k1, k2, k3); "+" is its straight-through
+    "k1": (lambda lp, ref: lp - ref, lambda lp, ref: lp - ref),
+    "k2": (lambda lp, ref: (lp - ref) ** 2 / 2, lambda lp, ref: lp - ref),
+    "k3": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1, lambda lp, ref: lp - ref),
+    "k3_pathwise": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1, lambda lp, ref: 1 - math.exp(ref - lp)),
+}
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_verl_kl_penalties(kind):
+    """Ours are its "k1+", "k2", "k3+" (the value of the name, the gradient of k2) and, pathwise, its "k3"."""
+    rng = np.random.default_rng(1)
+    lp, ref = rng.normal(size=6), rng.normal(size=6)
+    fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
+    found, slope = loss_of("importance_sampling", lp, [0, 6], {"kl_coef": 1.0, "kl_kind": kind}, **fields)
+    value, gradient = KL[kind]
+    assert found == pytest.approx(sum(map(value, lp, ref)), rel=1e-12)
+    assert slope == pytest.approx(list(map(gradient, lp, ref)), rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------- Liger
+
+
+def batch(seed=0):
+    """Three sequences of 5, 2 and 9 tokens: logprobs now, as drawn and of the reference, an advantage for each, a mask with holes."""
+    rng = np.random.default_rng(seed)
+    lengths = [5, 2, 9]
+    total = sum(lengths)
+    lp = -rng.exponential(size=total)
+    credit = np.repeat(rng.normal(size=3), lengths)
+    mask = (rng.random(total) < 0.7).astype(float)
+    mask[[0, 5, 7]] = 1.0
+    return lengths, lp, lp + 0.3 * rng.normal(size=total), lp + 0.3 * rng.normal(size=total), credit, mask
+
+
+def as_datums(lengths, credit, mask):
+    ends = np.cumsum([0, *lengths])
+    parts = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [
+        Datum(ModelInput.from_ints([0] * n), {"target_tokens": [0] * n, "advantages": credit[s], "mask": mask[s], "logprobs": mask[s]})
+        for n, s in zip(lengths, parts, strict=True)
+    ], parts
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("normalise", ["tokens", "sequence_means", "constant"], ids=["bnpo/dapo", "grpo", "dr_grpo"])
+def test_liger_grpo(normalise, beta):
+    """Its plain torch loss, -min(r A, clip(r, 0.8, 1.2) A) + beta k3, in its three means, and the gradient."""
+    lengths, lp, old, ref, credit, mask = batch()
+    datums, parts = as_datums(lengths, credit, mask)
+
+    def liger(logps):
+        ratio = torch.exp(logps - torch.tensor(old))
+        a = torch.tensor(credit)
+        per_token = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+        gap = torch.tensor(ref) - logps
+        per_token = (per_token + beta * (gap.exp() - gap - 1)) * torch.tensor(mask)
+        match normalise:
+            case "tokens":
+                return per_token.sum() / mask.sum()
+            case "sequence_means":
+                return sum(per_token[s].sum() / mask[s].sum() for s in parts) / len(parts)
+            case "constant":
+                return per_token.sum() / (len(parts) * 16)
+
+    leaf = torch.tensor(lp, requires_grad=True)
+    expected = liger(leaf)
+    (slope,) = torch.autograd.grad(expected, leaf)
+    used = weighted_by_sequence(datums) if normalise == "sequence_means" else datums
+    fields = {name: np.concatenate([d.loss_fn_inputs[name].array for d in used]) for name in ("advantages", "mask")}
+    if normalise != "sequence_means":
+        fields = {"advantages": credit, "mask": mask}  # as given, not by way of float32
+    config = {"kl_coef": beta, "kl_kind": "k3_pathwise"} if beta else {}
+    found, ours = loss_of("ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields)
+    size = divisor(datums, normalise, 16)
+    rounding = 4e-7 if normalise == "sequence_means" else 1e-12  # a datum's fields are float32: 2^-24 each, and sixteen of them
+    assert found / size == pytest.approx(float(expected), rel=rounding)
+    np.testing.assert_allclose(ours / size, slope.numpy(), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_liger_dpo(beta, eps):
+    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer; label smoothing as in cDPO."""
+    rng = np.random.default_rng(2)
+    lengths = [4, 3, 6, 2]
+    lp, ref = -rng.exponential(size=15), -rng.exponential(size=15)
+    mask = (rng.random(15) < 0.8).astype(float)
+    ends = np.cumsum([0, *lengths])
+    sums = [[float((x * mask)[a:b].sum()) for a, b in zip(ends, ends[1:], strict=False)] for x in (lp, ref)]
+    deltas = [beta * ((w - v) - (wr - vr)) for w, v, wr, vr in zip(sums[0][::2], sums[0][1::2], sums[1][::2], sums[1][1::2], strict=True)]
+    expected = sum((1 - eps) * math.log1p(math.exp(-d)) + eps * math.log1p(math.exp(d)) for d in deltas)
+    found, _ = loss_of("dpo", lp, ends, {"beta": beta, "label_smoothing": eps}, mask=mask, ref_logprobs=ref)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.2, 0.8])
+def test_liger_jsd(beta):
+    """beta KL(teacher || m) + (1 - beta) KL(student || m). At beta 0.5 Liger's m is the paper's; otherwise its test's reference
+    mixes m by beta of the student where the paper (arXiv 2306.13649, equation 1) has beta of the teacher: a known difference.
+    """
+    rng = np.random.default_rng(3)
+    hs, ws, ht, wt = (rng.normal(size=shape) for shape in ((7, 4), (11, 4), (7, 6), (11, 6)))
+    log_q, log_p = log_softmax(hs @ ws.T), log_softmax(ht @ wt.T)
+
+    def jsd(share_of_student):
+        log_m = np.log(share_of_student * np.exp(log_q) + (1 - share_of_student) * np.exp(log_p))
+        teacher, student = (np.exp(log_p) * (log_p - log_m)).sum(-1), (np.exp(log_q) * (log_q - log_m)).sum(-1)
+        return beta * teacher + (1 - beta) * student
+
+    ours = distill_kl(*(torch.tensor(x, dtype=torch.float32) for x in (hs, ws, ht, wt)), kind="mixture", beta=beta).numpy()
+    np.testing.assert_allclose(ours, jsd(1 - beta), rtol=2e-5, atol=1e-6)
+    assert np.allclose(ours, jsd(beta), rtol=1e-4) == (beta == 0.5)
+
+
+# ------------------------------------------------------------------------------------------------------------- AReaL
+
+
+def test_areal_packed_gae():
+    """Its reference: each sequence has one value more than rewards, and `bootstrap` says whether that one counts."""
+    rng = np.random.default_rng(4)
+    lengths, counts = [1, 4, 7, 2, 32], [True, False, True, True, False]
+    gamma, lam = 0.97, 0.9
+    rewards, values, after, expected = [], [], [], []
+    for length, bootstrap in zip(lengths, counts, strict=True):
+        r, v = rng.normal(size=length), rng.normal(size=length + 1)
+        running, found = 0.0, []
+        for t in reversed(range(length)):
+            ahead = v[t + 1] * (bootstrap if t == length - 1 else 1)
+            running = r[t] + gamma * ahead - v[t] + gamma * lam * running
+            found.append(running)
+        expected += found[::-1]
+        rewards.append(r)
+        values.append(v[:-1])
+        after.append(v[-1] * bootstrap)
+    tensors = (torch.tensor(np.concatenate(x), dtype=torch.float32) for x in (rewards, values))
+    cu = torch.tensor(np.cumsum([0, *lengths]))
+    advantage, returns = gae(*tensors, cu, gamma, lam, None, torch.tensor(after, dtype=torch.float32))
+    np.testing.assert_allclose(advantage.numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(returns.numpy(), np.array(expected) + np.concatenate(values), rtol=1e-5, atol=1e-5)
+
+
+def test_areal_decoupled_policy_loss():
+    """Ratios against the proximal policy, each token weighted by proximal / behaviour: our truncated importance sampling, uncapped."""
+    lengths, lp, behaviour, proximal, credit, mask = batch(5)
+    weight = np.exp(proximal - behaviour)
+    ratio = np.exp(lp - proximal)
+    expected = (np.maximum(-credit * ratio, -credit * ratio.clip(0.8, 1.2)) * weight * mask).sum()
+    datums, parts = as_datums(lengths, credit, mask)
+    for datum, s in zip(datums, parts, strict=True):
+        datum.loss_fn_inputs["logprobs"] = Datum(ModelInput.empty(), {"x": behaviour[s]}).loss_fn_inputs["x"]
+    weighted, _ = truncated_importance_sampling(_Scores([proximal[s] for s in parts]), datums, 1e9, 1.0)
+    fields = {name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted]) for name in ("advantages", "logprobs", "mask")}
+    fields["advantages"] = np.where(mask != 0, fields["advantages"], 0.0)
+    found, _ = loss_of("ppo", lp, np.cumsum([0, *lengths]), **fields)
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,228 @@
+"""A run goes on from its folder alone; what changes no result may change, steps may be added, and --change says what else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from whole_runs import RECIPE, final_weights, train
+
+from rl.errors import RunFolderError
+from rl.methods import METHODS
+from rl.report import Console
+from rl.schedules import factor
+from rl.settings import RunSettings, SettingsError
+from rl.settings.cli import read
+
+WORDS = "grpo --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 2 --eval-limit 4 --max-tokens 4 --kl-coef 0.1"
+TWO = """
+stages:
+  - {method: sft, learning_rate: 1e-2}
+  - {method: grpo, group_size: 2, learning_rate: 1e-2}
+steps: 2
+batch_size: 4
+eval_every: 0
+save_every: 1
+max_tokens: 4
+"""
+
+
+def config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = final_weights(one), final_weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def asked(words: str):
+    return read(words.split(), METHODS, RECIPE, RunSettings)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run of four steps that saved each, without its last two: as a kill leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(f"{WORDS} --steps 4 --save-every 1 --keep-last 9 --seed 3", folder)
+    return folder
+
+
+@pytest.fixture
+def cut(stopped, tmp_path) -> Path:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    for name in ("grpo-000003", "grpo-final"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    return folder
+
+
+@pytest.fixture
+def said(monkeypatch):
+    notes: list[str] = []
+    monkeypatch.setattr(Console, "note", lambda self, text: notes.append(text))
+    return notes
+
+
+def test_the_folder_alone_is_enough(stopped, cut):
+    train("--resume", cut)
+    assert same_weights(stopped, cut) and config(cut)["stages"] == config(stopped)["stages"] and config(cut)["name"] == "grpo"
+
+
+@pytest.mark.slow
+def test_what_changes_no_result_may_change(stopped, cut, said):
+    free = "--token-budget 64 --save-every 3 --eval-every 0 --rollouts-every 1 --keep-last 1 --reward-timeout 20 --kv-cache-tokens 5000"
+    train(f"--resume {free}", cut)
+    a, b = final_weights(stopped), final_weights(cut)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)  # smaller micro-batches: but for rounding
+    assert any("eval_every 2 -> 0" in text for text in said) and {note["setting"] for note in config(cut)["changes"]} >= {"eval_every"}
+    assert list((cut / "rollouts").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("again", ["", WORDS + " --seed 3 --save-every 1 --keep-last 9 "])
+def test_what_changes_the_result_needs_to_be_named(cut, again):
+    with pytest.raises(RunFolderError, match=r"learning_rate 0.01 -> 0.5.*--change"):
+        train(f"{again} --resume --steps 4 --learning-rate 0.5", cut)
+    assert "changes" not in config(cut) or not config(cut)["changes"]
+
+
+@pytest.mark.slow
+def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, said):
+    rows = train("--resume --change learning_rate=5e-3 kl-coef=0.5", cut)
+    before = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+    assert [row["reward/total"] for row in rows if row["step"] in (1, 2)] == [r["reward/total"] for r in before if r["step"] in (1, 2)]
+    assert {row["step"]: row.get("optim/lr") for row in rows if row["step"]} == {1: 1e-2, 2: 1e-2, 3: 5e-3, 4: 5e-3}
+    notes = {note["setting"]: note for note in config(cut)["changes"]}
+    assert notes["learning_rate"] == {"step": 2, "stage": "grpo", "setting": "learning_rate", "from": 0.01, "to": 0.005}
+    assert config(cut)["stages"][0]["settings"]["kl_coef"] == 0.5
+    state = json.loads((cut / "checkpoints/grpo-final/state.json").read_text())
+    assert state["metadata"]["method"]["kl_coef"] == 0.5
+    assert not same_weights(cut, stopped)
+    train("--resume --steps 5", cut)  # and what was noted stays
+    assert [note["setting"] for note in config(cut)["changes"]].count("learning_rate") == 1
+
+
+@pytest.mark.parametrize("change", ["lora_rank=4", "base_model=tiny:ascii", "seed=9"])
+def test_a_checkpoint_stays_that_of_its_model(cut, change):
+    with pytest.raises(RunFolderError, match="--base-model"):
+        train(f"--resume --change {change}", cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [False, True])
+def test_steps_may_be_added(stopped, cut, ended, tmp_path, said):
+    """To a run that was cut off and to one that is done: the weights of one that was asked for as many at once."""
+    train(f"{WORDS} --steps 6 --save-every 1 --keep-last 9 --seed 3", tmp_path / "whole")
+    folder = cut
+    if ended:
+        folder = tmp_path / "ended"
+        shutil.copytree(stopped, folder)
+    train("--resume --steps 6", folder)
+    assert same_weights(folder, tmp_path / "whole")
+    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [0, 1, 2, 3, 4, 5, 6]
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == [f"grpo-{i:06d}" for i in range(1, 6)] + ["grpo-final"]
+    with pytest.raises(RunFolderError, match="6 steps of this stage are done"):
+        train("--resume --steps 5", folder)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
+    train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
+    rows = train("--resume --steps 4", tmp_path / "run")
+    assert any("the linear schedule ends at step 4 of the stage now, not at 2: the next step's learning rate is 0.005" in t for t in said)
+    assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx([1e-2 * factor("linear", i, 4) for i in (2, 3)])
+
+
+@pytest.mark.slow
+def test_of_several_stages_those_that_ended_stay(tmp_path, said):
+    (tmp_path / "two.yaml").write_text(TWO)
+    train(str(tmp_path / "two.yaml"), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "grpo-final")
+    with pytest.raises(RunFolderError, match="stage sft, which has ended: steps 2 -> 3"):
+        train("--resume --steps 3", tmp_path / "run")
+    train("--resume --grpo.steps 3 --change learning_rate=1e-3", tmp_path / "run")
+    sft, grpo = config(tmp_path / "run")["stages"]
+    assert (sft["settings"]["steps"], sft["settings"]["learning_rate"]) == (2, 0.01)
+    assert (grpo["settings"]["steps"], grpo["settings"]["learning_rate"]) == (3, 0.001)
+
+
+# ------------------------------------------------------------------------------------------------------------- the line
+
+
+def test_a_flag_of_one_stage(tmp_path):
+    (tmp_path / "two.yaml").write_text(TWO)
+    run = asked(f"{tmp_path / 'two.yaml'} --grpo.steps 7 --steps 3 --sft.no-train-mlp --sft.learning-rate=0.5")
+    assert [stage.settings.loop.steps for stage in run.stages] == [3, 7]
+    assert [stage.settings.model.train_mlp for stage in run.stages] == [False, True]
+    assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.5, 0.01]
+
+
+@pytest.mark.parametrize(
+    "flags,problem",
+    [
+        ("--grop.steps 7", "no stage 'grop'; did you mean grpo?"),
+        ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
+        ("--grpo.steps x", "--grpo.steps: x is not INT"),
+        ("--sft.group-size 4", "no such setting of stage sft"),
+        ("--change steps=4", "give it with --resume|give it with resume"),
+        ("--resume --change steps", "NAME=VALUE is expected"),
+        ("--resume --change stepps=4", "did you mean --steps"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
+    (tmp_path / "two.yaml").write_text(TWO)
+    with pytest.raises(SettingsError, match=problem):
+        asked(f"{tmp_path / 'two.yaml'} {flags}")
+
+
+@pytest.mark.parametrize(
+    "word,here",
+    [
+        ("lr", "--learning-rate"),
+        ("num_generations", "--group-size"),
+        ("max_completion_length", "--max-tokens"),
+        ("gradient-accumulation-steps", "--token-budget"),
+        ("per_device_train_batch_size", "--batch-size"),
+        ("beta", "--kl-coef"),
+    ],
+)
+def test_words_of_other_libraries_are_answered(word, here, tmp_path):
+    with pytest.raises(SettingsError, match=f"it is called {here} here"):
+        asked(f"grpo --{word} 1")
+    recipe = tmp_path / "trl.yaml"
+    recipe.write_text(f"method: grpo\n{word}: 1\n")
+    with pytest.raises(SettingsError, match=f"it is called {here} here"):
+        asked(str(recipe))
+
+
+def test_every_word_of_other_libraries_leads_to_a_setting():
+    from rl.settings.fields import fields_of
+    from rl.settings.other_words import _WORDS
+
+    known = {*fields_of(RunSettings), *(key for method in METHODS.values() for key in fields_of(method.settings))}
+    assert {here for here, _ in _WORDS.values() if here} <= known
+    assert known & _WORDS.keys() == {"beta"}  # dpo's, offline's
+
+
+def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
+    with pytest.raises(SettingsError, match="has no effect"):
+        asked("grpo --reward gsm8k --rewards exact_match 1")
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("method: grpo\nreward: gsm8k\n")
+    run = asked(f"{recipe} --rewards exact_match 1 length_penalty 0.1")  # the line wins
+    assert len(run.stages[0].settings.data.rewards) == 2
+    recipe.write_text("method: grpo\nrewards: {exact_match: 1}\n")
+    run = asked(f"{recipe} --reward gsm8k")
+    assert run.stages[0].settings.data.rewards == () and run.stages[0].settings.data.reward == "gsm8k"
+
+
+def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(Console, "warn", lambda self, text: said.append(text))
+    words = "grpo --step-rewards to_go --steps 2 --batch-size 4 --group-size 2 --eval-every 0 --max-tokens 4"
+    train(words, tmp_path / "run")
+    assert sum("to_go has no effect: every episode has one turn" in text for text in said) == 1

@@ -1,0 +1,313 @@
+"""Rewards of many answers at once, coroutines, and whole episodes: values by hand, and what one bad answer costs."""
+
+import asyncio
+import logging
+import math
+import time
+
+import numpy as np
+import pytest
+from whole_runs import train
+
+from rl.environments import ProblemGroupBuilder
+from rl.episodes import Rollouts, Trajectory, TrajectoryGroup
+from rl.episodes.episode import Transition
+from rl.errors import UserError
+from rl.judges import episode_of, with_episode_rewards
+from rl.models import load_model
+from rl.renderers import get_renderer
+from rl.rewards import Episode, RewardResult, Scorer, Turn, register_reward, resolve_reward
+from rl.types import ModelInput, Problem, SampledSequence
+
+RIGHT = [("p", "x" * n, {"n": n}) for n in range(12)]
+
+REWARDS = '''
+import asyncio, os, sys, time
+from rl.rewards import register_reward, RewardResult
+
+@register_reward("lengths", batched=True)
+def lengths(prompts, responses, metas, factor=1.0):
+    if any("raise" in r for r in responses):
+        raise ValueError("a bad one among %d" % len(responses))
+    if any("die" in r for r in responses):
+        os._exit(3)
+    if any("hang" in r for r in responses):
+        time.sleep(1000)
+    if any("print" in r for r in responses):
+        print("x" * 30_000_000)
+    found = [RewardResult(factor * len(r), {"calls": float(len(responses)), "n": meta["n"]}) for r, meta in zip(responses, metas)]
+    for i, r in enumerate(responses):
+        if "nonsense" in r: found[i] = "seven"
+        if "nan" in r: found[i] = float("nan")
+    return [one for one, r in zip(found, responses) if "drop" not in r]
+
+async def waits(prompt, response, meta, factor=1.0):
+    if "raise" in response: raise KeyError("x")
+    if "exit" in response: sys.exit(3)
+    if "block" in response: time.sleep(1000)
+    await asyncio.sleep(1000 if "hang" in response else 0.3)
+    if "nonsense" in response: return [1]
+    return factor * len(response)
+
+@register_reward("turns", episode=True)
+def turns(episode, meta, factor=1.0):
+    return RewardResult(factor * len(episode.turns), {"tools": float(sum(m["role"] == "tool" for m in episode.messages))})
+
+@register_reward("all_turns", episode=True, batched=True)
+def all_turns(episodes, metas):
+    return [len(e.turns) + len(episodes) / 100 for e in episodes]
+'''
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "kinds_of_rewards.py"
+    path.write_text(REWARDS)
+    return str(path)
+
+
+def scored(reward, items, timeout=30.0, workers=1):
+    with Scorer(reward, timeout=timeout, workers=workers) as scorer:
+        return scorer.score_many(items), scorer
+
+
+def test_a_batched_reward_is_called_once_with_all_that_was_submitted(mine):
+    found, scorer = scored(resolve_reward(f"{mine}:lengths", factor=2.0), RIGHT)
+    assert [score.reward for score in found] == [2.0 * n for n in range(12)]
+    assert [score.metrics for score in found] == [{"calls": 12.0, "n": float(n)} for n in range(12)]
+    assert scorer.place == "process" and scorer.counts["calls"] == 12
+    assert set(scorer.take_seconds()) == {"lengths"} and scorer.take_seconds() == {}
+
+
+@pytest.mark.parametrize("kind", ["raise", "die", "nonsense", "nan", "drop", "print"])
+def test_one_bad_answer_of_a_batch_costs_itself_alone(mine, kind, caplog):
+    caplog.set_level(logging.ERROR)
+    items = [*RIGHT[:5], ("the bad one", kind, {"n": 0}), *RIGHT[5:]]
+    found, scorer = scored(f"{mine}:lengths", items)
+    bad = found.pop(5)
+    assert [score.reward for score in found] == [float(n) for n in range(12)]
+    if kind == "print":
+        assert bad.reward == len("print")
+        return
+    assert bad.reward is None and "the bad one" in bad.error
+    expected = {"raise": "a bad one among 1", "die": "exit code 3", "nonsense": "'seven'", "nan": "nan", "drop": "0 rewards for 1"}
+    assert expected[kind] in bad.error
+    assert sum(scorer.counts[name] for name in ("errors", "timeouts", "nan", "deaths")) == 1
+
+
+@pytest.mark.slow
+def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(mine):
+    found, scorer = scored(f"{mine}:lengths", [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]], timeout=4.0, workers=2)
+    assert [score.reward for score in found] == [0.0, 1.0, None, 3.0]
+    assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in found[2].error
+
+
+def test_coroutines_wait_side_by_side_each_within_its_limit(mine):
+    items = [(f"p{n}", "x" * n, None) for n in range(60)]
+    for place, text in [(3, "raise"), (7, "hang"), (11, "nonsense"), (12, "exit")]:
+        items[place] = (f"p{place}", text, None)
+    with Scorer(f"{mine}:waits", timeout=5.0) as scorer:
+        begin = time.monotonic()
+        found = scorer.score_many(items)
+        assert time.monotonic() - begin < 12  # one after the other they would take 57 * 0.3 s = 17 s and more
+    failures = {i: score.failure for i, score in enumerate(found) if score.failure}
+    assert failures == {3: "error", 7: "timeout", 11: "error", 12: "error"}
+    assert "KeyError" in found[3].error and "did not end within 5 s" in found[7].error and "[1]" in found[11].error
+    assert all(score.reward == n for n, score in enumerate(found) if n not in failures)
+
+
+def test_a_coroutine_of_the_script_itself_runs_in_a_thread_and_by_itself():
+    async def mean(prompt, response, meta=None):
+        await asyncio.sleep(0.01)
+        return len(response) / 2
+
+    found, scorer = scored(mean, [("p", "four", None), ("p", "ab", None)])
+    assert scorer.place == "thread" and [score.reward for score in found] == [2.0, 1.0]
+    assert resolve_reward(mean)("p", "four") == 2.0
+
+    async def inside():
+        return resolve_reward(mean)("p", "four")
+
+    assert asyncio.run(inside()) == 2.0
+
+
+EPISODE = Episode(
+    [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "calc"}, {"role": "tool", "content": "6"},
+     {"role": "assistant", "content": "6"}],
+    [Turn("calc", 0.25, 3), Turn("6", 0.5, 1, "length")],
+)  # fmt: skip
+
+
+def test_a_reward_sees_the_whole_episode(mine):
+    reward = resolve_reward(f"{mine}:turns", factor=3.0)
+    assert reward.episode and not reward.together
+    with Scorer(reward) as scorer:
+        pending = scorer.submit("2*3?", "6", {}, EPISODE)
+        without = scorer.submit("2*3?", "6", {}).result()
+        assert pending.result().reward == 6.0 and pending.result().metrics == {"tools": 1.0}
+        assert "sees whole episodes" in without.error
+    assert EPISODE.reward == 0.75
+    with Scorer(f"{mine}:all_turns") as scorer:
+        assert [p.result().reward for p in [scorer.submit("p", "6", None, EPISODE) for _ in range(5)]] == [2.05] * 5
+
+
+def test_a_sum_of_all_kinds_at_once(mine):
+    weights = {"exact_match": 1.0, f"{mine}:lengths": 0.5, f"{mine}:waits": 0.1, f"{mine}:turns": 10.0}
+    reward = resolve_reward("composite", weights=weights)
+    assert reward.together and reward.episode and not reward.bounded
+    with Scorer(reward) as scorer:
+        items = [("6", {"answer": "6", "n": 1}), ("raise", {"answer": "6", "n": 2}), ("12", {"answer": "6", "n": 3})]
+        found = [p.result() for p in [scorer.submit("p", response, meta, EPISODE) for response, meta in items]]
+        assert [score.reward for score in found] == [pytest.approx(1 + 0.5 + 0.1 + 20), None, pytest.approx(0 + 1 + 0.2 + 20)]
+        assert found[0].metrics == {"exact_match": 1.0, "correct": 1.0, "lengths": 1.0, "calls": pytest.approx(found[0].metrics["calls"]),
+                                    "n": 1.0, "waits": 1.0, "turns": 2.0, "tools": 1.0}  # fmt: skip
+        seconds = scorer.take_seconds()
+        assert set(seconds) == {"exact_match", "lengths", "waits", "turns"}
+        assert seconds["waits"] > 0.15 > seconds["exact_match"] >= 0
+
+
+def test_each_of_several_rewards_has_its_time_wherever_it_runs():
+    def slow(prompt, response, meta=None):
+        time.sleep(0.05)
+        return 1.0
+
+    for spec in (slow, "exact_match", "math_correctness"):
+        with Scorer(resolve_reward("composite", weights={spec: 1.0}) if isinstance(spec, str) else spec) as scorer:
+            scores = scorer.score_many([("p", "1", {"answer": "1"})] * 3)
+            assert not any(key.startswith("time/") for score in scores for key in score.metrics)
+            (name, seconds), = scorer.take_seconds().items()
+            assert name == (spec if isinstance(spec, str) else "slow")
+            assert seconds >= (0.15 if spec is slow else 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ how an answer is written
+
+
+def test_repetition_by_hand_and_against_brute_force():
+    words = resolve_reward("repetition", n=2)
+    assert words("", "a b a b a") == -0.5  # ab ba ab ba: two of four are new
+    assert words("", "The the THE") == -0.5
+    assert words("", "one") == 0.0 and words("", "") == 0.0
+    assert resolve_reward("repetition", n=3, unit="characters", scale=2.0)("", "aaaa") == -1.0
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 5):
+        reward = resolve_reward("repetition", n=n)
+        for _ in range(20):
+            text = rng.integers(0, 3, rng.integers(0, 30)).astype(str).tolist()
+            grams = [" ".join(text[i : i + n]) for i in range(len(text)) if i + n <= len(text)]
+            again = sum(gram in grams[:i] for i, gram in enumerate(grams))
+            assert reward("", " ".join(text)) == pytest.approx(-again / len(grams) if grams else 0.0)
+
+
+def test_length_by_correctness_is_the_papers_curve():
+    """CosFn(t, T, a, b) = a + (b - a) (1 + cos(t pi / T)) / 2, from b at no length to a at T."""
+    reward = resolve_reward("cosine_length", max_length=8)
+    for words in range(8):
+        text, cosine = " ".join(["46"] * words), (1 + math.cos(words * math.pi / 8)) / 2
+        right = words == 1
+        low, high = (1.0, 2.0) if right else (0.0, -10.0)
+        assert reward("", text, {"answer": "46"}) == pytest.approx(low + (high - low) * cosine)
+    assert reward("", "46 " * 8, {"answer": "46"}) == -10.0
+    result = reward.evaluate("", "46", {"answer": "46"})
+    assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0} and reward.bounded is True
+
+
+def test_the_share_of_a_script():
+    text = "Привет, мир! ok 42"  # 9 Cyrillic letters, 2 Latin ones
+    assert resolve_reward("script", script="cyrillic")("", text) == pytest.approx(9 / 11)
+    assert resolve_reward("script", script=["Latin", "cyrillic"])("", text) == 1.0
+    assert resolve_reward("script", script="han")("", "答案 is 7") == pytest.approx(2 / 4)
+    assert resolve_reward("script", script="latin")("", "42") == 1.0
+    assert resolve_reward("script", script="latin", without=0.0)("", "42") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "message"),
+    [
+        ("repetition", {"n": 0}, "n is a whole number from 1"),
+        ("repetition", {"scale": -1.0}, "scale is at least 0"),
+        ("repetition", {"unit": "tokens"}, "'words' or 'characters'"),
+        ("cosine_length", {"max_length": 0}, "max_length is at least 1"),
+        ("cosine_length", {}, "needs the setting 'max_length'"),
+        ("cosine_length", {"max_length": 5, "reward": "exact_mach"}, "did you mean 'exact_match'"),
+        ("script", {"script": "latn"}, r"no letters are called \['latn'\]"),
+        ("script", {"script": []}, "latin, cyrillic"),
+        ("language", {"language": "english"}, "a code of two letters"),
+    ],
+)
+def test_a_bad_setting_says_what_is_expected(spec, settings, message):
+    with pytest.raises(UserError, match=message):
+        resolve_reward(spec, **settings)
+
+
+def test_a_language_is_told_by_its_library():
+    pytest.importorskip("py3langid")
+    german, english = "Der schnelle braune Fuchs springt über den faulen Hund.", "The quick brown fox jumps over the lazy dog."
+    reward = resolve_reward("language", language="de")
+    assert reward("", german) > 0.9 > 0.1 > reward("", english)
+    assert resolve_reward("language")(english, english) > 0.9 > 0.1 > resolve_reward("language")(english, german)
+
+
+def test_a_result_is_equal_whatever_it_took():
+    assert RewardResult(1.0, {"a": 1.0}, {"x": 3.0}) == RewardResult(1.0, {"a": 1.0})
+
+
+# -------------------------------------------------------------------------------------------- beside an environment's own
+
+
+def trajectory(*turns):
+    """Of (what was told, the answer, its reward)."""
+    made = []
+    for told, answer, reward in turns:
+        logs = {"told": [{"role": role, "content": text} for role, text in told], "response": answer}
+        made.append(Transition(ModelInput.from_ints([1]), SampledSequence([2, 3], [-1.0, -1.0]), reward, False, {}, logs))
+    return Trajectory(made)
+
+
+def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
+    first = trajectory(([("system", "s"), ("user", "2*3?")], "call", 0.25), ([("tool", "6")], "6", 0.5))
+    second = trajectory(([("user", "2*3?")], "6", 1.0))
+    episode = episode_of(first, "sums")
+    assert [m["role"] for m in episode.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [turn.response for turn in episode.turns] == ["call", "6"] and episode.reward == 0.75 and episode.tag == "sums"
+    given = Rollouts([TrajectoryGroup([first, second], [0.0, 2.0], [{}, {"x": 1.0}], "sums", 4)], ["lost"], {}, 0.0, 0.0)
+    assert with_episode_rewards(given, None) is given
+    with Scorer(resolve_reward(f"{mine}:turns", factor=10.0)) as scorer:
+        found = with_episode_rewards(given, scorer)
+    (group,) = found.groups
+    assert group.get_total_rewards() == [0.75 + 20, 1 + 2 + 10] and found.errors == ["lost"]
+    assert group.metrics_G == [{"tools": 1.0, "reward/episode": 20.0}, {"x": 1.0, "tools": 0.0, "reward/episode": 10.0}]
+
+
+def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
+    def picky(episode, meta):
+        return 1.0 / (len(episode.turns) - 1)
+
+    reward = register_reward("picky_of_this_test", episode=True)(picky)
+    one, two = trajectory(([("user", "hi")], "a", 1.0)), trajectory(([("user", "hi")], "a", 1.0), ([("user", "ho")], "b", 1.0))
+    groups = [TrajectoryGroup([one, two], [0.0, 0.0], [{}, {}]), TrajectoryGroup([one], [0.0], [{}])]
+    with Scorer(reward) as scorer:
+        found = with_episode_rewards(Rollouts(groups, [], {}, 0.0, 0.0), scorer)
+    assert [g.get_total_rewards() for g in found.groups] == [[3.0]]
+    assert len(found.errors) == 2 and all("ZeroDivisionError" in error for error in found.errors)
+
+
+def test_a_single_answer_is_an_episode_of_one_turn(mine):
+    renderer = get_renderer("plain", load_model("tiny:ascii").tokenizer)
+    with Scorer(f"{mine}:turns") as scorer:
+        problem = Problem([{"role": "user", "content": "2*3="}], {"answer": "6"})
+        (env,) = ProblemGroupBuilder(problem, 1, renderer, scorer).make_envs()
+        result = env.step(SampledSequence(renderer.encode("6"), [-1.0], "stop"))
+        assert result.reward.result().reward == 1.0
+
+
+@pytest.mark.slow
+def test_a_run_adds_an_episodes_reward_to_its_environments(mine, tmp_path):
+    words = "grpo --base-model tiny:ascii --environment calculator --environment.without_tool --steps 2 --batch-size 2"
+    rows = train(f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward {mine}:turns", tmp_path)
+    rows = [row for row in rows if "progress/batch" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["env/all/reward/episode"] == 1.0 and row["reward/total"] == pytest.approx(1.0 + row["env/all/correct"])
+    with pytest.raises(UserError, match="episode=True"):
+        train(f"{words} --reward gsm8k", tmp_path / "other")

@@ -1,0 +1,208 @@
+"""A language model as judge by rubric: readings and weights by hand, answers that cannot be read, and one in the loop of a run."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_reward_model import Letters, group
+from whole_runs import RECIPE, train
+
+from rl import ServiceClient
+from rl.episodes import Rollouts
+from rl.errors import UserError
+from rl.judges import LearnedRewards, Question, Rubric, RubricJudge, judged
+from rl.judges.rubric import read_score, rubric_messages
+from rl.methods import METHODS
+from rl.rewards import Score
+from rl.run.hosts import make_renderer
+from rl.settings.cli import parse
+from rl.settings.tables import LearnedRewardSettings, RunSettings
+
+POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
+
+
+class YesNo:
+    """A sampling client of `Letters`: log P(yes), log P(no) by the answer and the question, spread over the word's letters."""
+
+    info = {"max_context": None, "base_model": "stub"}
+
+    def __init__(self, likes):
+        self.likes, self.asked = likes, []
+
+    def compute_logprobs_many(self, inputs):
+        texts = ["".join(map(chr, one.to_ints())) for one in inputs]
+        self.asked.append(texts)
+        return SimpleNamespace(result=lambda: [self._score(text) for text in texts])
+
+    def _score(self, text):
+        asked, word = text.rsplit("\n", 1)
+        answer = asked.split("[Answer]\n")[1].split("\n")[0]
+        logp = self.likes(answer, asked.split("[Question]\n")[1])[("yes", "no").index(word.rstrip("$"))]
+        return [None, *[-9.0] * len(asked), *[logp / len(word)] * len(word)]
+
+
+def likes(answer, question):
+    """P(yes) : P(no) is the answer's length to 1 of politeness, 1 to 3 of being right; both far from adding up to 1."""
+    return np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
+
+
+def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
+    client = YesNo(likes)
+    judge = RubricJudge(client, Letters(), Rubric.of(POLITE_RIGHT))
+    (first, second) = judge.scores([group("aaa", "b", "aaa"), group("cc")])
+    for score, length in zip([*first, *second], [3, 1, 3, 2], strict=True):
+        polite = length / (length + 1)
+        assert score.reward == pytest.approx((1 * polite + 3 * 0.25) / 4)
+        assert score.metrics == {"rubric/is_the_answer_polite": pytest.approx(polite), "rubric/is_it_right": pytest.approx(0.25)}
+    assert len(client.asked) == 1  # one batch for the judge
+
+
+def test_a_bad_thing_has_a_negative_weight():
+    rubric = Rubric((Question("Is it right?", 1.0, "right"), Question("Is it polite?", -1.0, "polite")))
+    ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
+    assert score.reward == pytest.approx((0.25 - 0.75) / 2)
+
+
+def test_names_come_from_the_questions_and_differ():
+    rubric = Rubric.of((("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2)))
+    assert [q.name for q in rubric.questions] == ["is_the_answer_right_and", "is_the_answer_right_and-2", "question"]
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("It is fine.\nScore: 7", 0.7),
+        ("score 3, no: **Score: 8/10**", 0.8),
+        ("Score: **5**", 0.5),
+        ("Score is 2.5.", 0.25),
+        ("<think>Score: 9</think> I cannot say", None),
+        ("<think>Score: 9</think> Score: 1", 0.1),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("seven", None),
+        ("", None),
+    ],
+)
+def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
+    assert read_score(text, 10.0) == (None if share is None else pytest.approx(share))
+
+
+class Writes:
+    """A client that answers each prompt of `Letters` with what `says` makes of it."""
+
+    info = {"max_context": None, "base_model": "stub"}
+
+    def __init__(self, says):
+        self.says, self.requests = says, []
+
+    def sample_many(self, requests):
+        self.requests += requests
+        texts = [self.says("".join(map(chr, one.prompt))) for one in requests]
+        found = [SimpleNamespace(sequences=[SimpleNamespace(tokens=[ord(c) for c in text])]) for text in texts]
+        return SimpleNamespace(result=lambda: (found, {}))
+
+
+class Writing(Letters):
+    def build_generation_prompt(self, messages):
+        return self.build_supervised_example([*messages, {"role": "assistant", "content": ""}])[0]
+
+    def get_stop_sequences(self):
+        return ["$"]
+
+    def parse_response(self, tokens):
+        return {"role": "assistant", "content": "".join(map(chr, tokens)).rstrip("$")}, True
+
+
+def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
+    def says(prompt):
+        return "well, well" if "[Answer]\nbb" in prompt and "right" in prompt else f"Score: {2 if 'polite' in prompt else 4}$"
+
+    client = Writes(says)
+    judge = RubricJudge(client, Writing(), Rubric.of(POLITE_RIGHT, "score", scale=5.0, max_tokens=9))
+    given = Rollouts([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
+    rewards = LearnedRewards(judge, 0.0)
+    found = judged(given, rewards)
+    ((kept),) = found.groups
+    assert kept.get_total_rewards() == pytest.approx([(0.4 + 3 * 0.8) / 4] * 2)
+    assert len(found.errors) == 2 and all("wrote no score from 0 to 5 for is_it_right" in error for error in found.errors)
+    assert len(client.requests) == 4 and {one.params.max_tokens for one in client.requests} == {9}  # equal answers are read once
+    assert rewards.take_seconds()["learned"] > 0 == rewards.take_seconds()["learned"]
+
+
+def test_scores_without_metrics_and_with_stand_side_by_side():
+    judge = SimpleNamespace(scores_alone=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]])
+    ((one),) = LearnedRewards(judge, 1.0)([group("a", "b", rewards=[1.0, 2.0])])
+    assert one.get_total_rewards() == [1.5, 4.0]
+    assert one.metrics_G == [{"reward/learned": 0.5, "reward/given": 1.0}, {"x": 1.0, "reward/learned": 2.0, "reward/given": 2.0}]
+
+
+def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
+    """Against the sampling client's own logprobs of each token, one sequence at a time."""
+    with ServiceClient(output_dir=tmp_path, seed=3) as service:
+        client = service.create_sampling_client(base_model="tiny:ascii", seed=5)
+        renderer = make_renderer(client, None)
+        rubric = Rubric.of(POLITE_RIGHT)
+        one = group("A kind answer.")
+        one.trajectories_G[0].transitions[0].logs["messages"] = said = [{"role": "user", "content": "Hi?"}]
+        ((score,),) = RubricJudge(client, renderer, rubric).scores([one])
+        for question in rubric.questions:
+            logp = []
+            for word in ("yes", "no"):
+                prompt = rubric_messages(said, "A kind answer.", question, rubric)
+                whole = renderer.build_supervised_example([*prompt, {"role": "assistant", "content": word}])[0]
+                before = renderer.build_generation_prompt(prompt).length
+                logp.append(sum(client.compute_logprobs(whole).result()[before:]))
+            assert score.metrics[f"rubric/{question.name}"] == pytest.approx(1 / (1 + math.exp(logp[1] - logp[0])), rel=1e-4)
+
+
+def test_a_conversation_too_long_for_the_judge_names_the_remedy():
+    client = YesNo(likes)
+    client.info = {"max_context": 20, "base_model": "stub"}
+    with pytest.raises(UserError, match="reads at most 20 tokens.*longer context"):
+        RubricJudge(client, Letters(), Rubric.of(POLITE_RIGHT)).scores([group("a")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rubric_model": "x"}, "rubric and rubric_model go together"),
+        ({"rubric": POLITE_RIGHT}, "rubric and rubric_model go together"),
+        ({"rubric_model": "x", "rubric": POLITE_RIGHT, "reward_model": "y"}, "leave out y"),
+        ({"rubric_scale": 5.0}, "rubric_reading is yes_no"),
+        ({"rubric_reading": "score"}, "no rubric_model"),
+    ],
+)
+def test_settings_that_say_two_things_or_nothing(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LearnedRewardSettings(**settings)
+    LearnedRewardSettings(rubric_model="x", rubric=POLITE_RIGHT, rubric_reading="score", rubric_scale=5.0)
+
+
+def test_a_rubric_on_the_line():
+    words = ["grpo", "--rubric-model", "tiny:ascii", "--rubric", "Is it polite?", "1", "Is it right?", "-2"]
+    (stage,) = parse(words, METHODS, RECIPE, options=RunSettings).stages
+    assert stage.settings.learned.rubric == (("Is it polite?", 1.0), ("Is it right?", -2.0))
+
+
+SHORT = "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 --rubric-model tiny:ascii --rubric Polite? 1 Right? 2"
+
+
+@pytest.mark.slow
+def test_a_rubric_in_the_loop(tmp_path):
+    """Every batch has its readings in the row, and what judging took."""
+    train(SHORT, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "progress/batch" in row]
+    assert len(rows) == 2
+    for row in rows:
+        polite, right = row["env/all/rubric/polite"], row["env/all/rubric/right"]
+        assert row["reward/total"] == pytest.approx((polite + 2 * right) / 3) and 0 < polite < 1
+        assert row["time/reward/learned"] > 0 and row["time/reward/exact_match"] >= 0
+
+
+@pytest.mark.slow
+def test_a_judge_that_writes_no_score_ends_the_run_and_says_so(tmp_path):
+    with pytest.raises(UserError, match="the judge wrote no score from 0 to 10 for polite, right"):
+        train(f"{SHORT} --rubric-reading score --rubric-max-tokens 4", tmp_path)

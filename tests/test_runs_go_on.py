@@ -1,0 +1,220 @@
+"""Runs that go on from each other: any run, checkpoint or adapter is a base model; what is said of it; what conflicts."""
+
+import copy
+import json
+import shlex
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from whole_runs import RECIPE, train
+
+from rl.clients import ServiceClient
+from rl.errors import UserError
+from rl.learner import saving
+from rl.methods import METHODS
+from rl.models import load_model, merge
+from rl.report import Console
+from rl.run.conclusion import resume_command
+from rl.run.execute import execute
+from rl.run.origins import settled
+from rl.run.plan_needs import launch_of, needs_of
+from rl.settings import RunSettings, parse
+
+SFT = "sft --steps 2 --batch-size 4 --learning-rate 1e-2 --eval-every 0 --max-tokens 4"
+GRPO = "grpo --steps 2 --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 0 --max-tokens 4"
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[2, 3, 12, 4, 5, 13, 7]])).logits
+
+
+def of(checkpoint: Path) -> torch.Tensor:
+    """What the run itself scores: the adapter on its base, unmerged."""
+    return logits(saving.load_for_sampling(str(checkpoint), None)[0].model)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """A run of SFT under LoRA, of a tied model whose head is adapted."""
+    folder = tmp_path_factory.mktemp("runs") / "sft"
+    train(f"{SFT} --lora-rank 4 --seed 5", folder)
+    return folder
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the console noted."""
+    notes: list[str] = []
+    monkeypatch.setattr(Console, "note", lambda self, text: notes.append(text))
+    return lambda: " ".join(notes)
+
+
+def config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def spec(folder: Path, name: str) -> dict:
+    return json.loads((folder / "checkpoints" / name / "state.json").read_text())["spec"]
+
+
+@pytest.mark.parametrize("form", ["run", "checkpoint", "model"])
+def test_a_lora_run_is_gone_on_with_by_default_and_says_so(adapter, form, tmp_path, said):
+    target = {"run": adapter, "checkpoint": adapter / "checkpoints/sft-final", "model": adapter / "checkpoints/sft-final/model"}[form]
+    train(f"{GRPO} --base-model {target} --learning-rate 1e-9", tmp_path / "next")
+    assert "its LoRA adapter of rank 4 goes on" in said()
+    (note,) = config(tmp_path / "next")["origins"]
+    assert note["asked"] == str(target) and "goes on" in note["how"]
+    settings = config(tmp_path / "next")["stages"][0]["settings"]
+    assert settings["lora_rank"] == 4 and settings["base_model"] == str(adapter / "checkpoints/sft-final/model")
+    torch.testing.assert_close(
+        of(tmp_path / "next/checkpoints/grpo-final"), of(adapter / "checkpoints/sft-final"), rtol=0, atol=1e-5
+    )  # at a rate of 1e-9 nothing moves: it is the same adapter
+    assert spec(tmp_path / "next", "grpo-final")["base_model"] == "tiny:addition"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked,rank", [("--lora-rank 2 --no-train-mlp", 2), ("--lora-rank 4 --lora-start merge", 4), ("--lora-start merge", None)]
+)
+def test_another_adapter_is_trained_on_the_merged_one(adapter, asked, rank, tmp_path, said):
+    words = f"{GRPO} --base-model {adapter} {asked} --kl-coef 0.1"
+    train(f"{words} --learning-rate 1e-9", tmp_path / "next")
+    assert "merged into its base, in fp32" in said()
+    lora = spec(tmp_path / "next", "grpo-final")["lora"]
+    assert (lora and lora["rank"]) == rank
+    torch.testing.assert_close(of(tmp_path / "next/checkpoints/grpo-final"), of(adapter / "checkpoints/sft-final"), rtol=0, atol=1e-5)
+    rows = train(words, tmp_path / "moving")
+    assert rows[-1]["optim/grad_norm"] > 0
+    assert (of(tmp_path / "moving/checkpoints/grpo-final") - of(adapter / "checkpoints/sft-final")).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
+    """Later checkpoints of the first run do not matter, nor that the settings say `--base-model RUN`."""
+    source, run = tmp_path / "sft", tmp_path / "next"
+    shutil.copytree(adapter, source)
+    words = f"{GRPO} --base-model {source} --lora-rank 2 --save-every 1 --steps 2"
+    whole = train(words, run)
+    shutil.rmtree(run / "checkpoints" / "grpo-final")
+    newer = source / "checkpoints" / "sft-000009"  # what a run that went on would have saved
+    shutil.copytree(source / "checkpoints" / "sft-final", newer)
+    assert train(f"{words} --resume", run) == whole
+    assert config(run)["origins"][0]["base_model"].endswith("sft-final/model")
+
+
+def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
+    """The base of the second run's adapter is the first run's sft-final; the second run has an sft-final of its own."""
+    run = tmp_path / "again"
+    train(f"{SFT} --base-model {adapter} --lora-rank 2 --seed 7", run)
+    moved_there = tmp_path / "elsewhere"
+    shutil.move(run, moved_there)
+    final = moved_there / "checkpoints" / "sft-final"
+    assert spec(moved_there, "sft-final")["base_model"] == str(adapter / "checkpoints/sft-final/model")
+    plain = PeftModel.from_pretrained(load_model(str(adapter / "checkpoints/sft-final/model")).model, str(final / "model"))
+    assert torch.equal(of(final), logits(plain))
+
+
+@pytest.mark.slow
+def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_path, said):
+    recipe = tmp_path / "chain.yaml"
+    recipe.write_text(
+        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: sft, name: second, lora_rank: 2, train_mlp: no}\n"
+        "  - {method: grpo, group_size: 2}\nlearning_rate: 1e-2\nsteps: 1\nbatch_size: 4\neval_every: 0\nmax_tokens: 4\n"
+    )
+    train(str(recipe), tmp_path / "run")
+    assert "stage second begins from stage sft: its LoRA adapter of rank 3 is merged" in said()
+    assert "stage grpo begins from stage second: its LoRA adapter of rank 2 goes on" in said()
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    first, second, last = (tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo"))
+    base = load_model("tiny:addition", seed=spec(first.parents[1], first.name)["seed"]).model
+    merged = merge(PeftModel.from_pretrained(base, str(first / "model")))
+    assert not merged.config.tie_word_embeddings
+    for stage in (second, last):
+        expected = logits(PeftModel.from_pretrained(copy.deepcopy(merged), str(stage / "model")))
+        torch.testing.assert_close(of(stage), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words,problem",
+    [
+        ("--lora-start continue --lora-rank 2", "lora_rank 4 -> 2"),
+        ("--lora-start continue --base-model tiny:addition", "no LoRA adapter"),
+        ("--lora-start merge --base-model tiny:addition", "no LoRA adapter"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_said_before_anything_is_written(adapter, words, problem, tmp_path):
+    base = "" if "--base-model" in words else f"--base-model {adapter}"
+    with pytest.raises(UserError, match=problem):
+        train(f"{GRPO} {base} {words}", tmp_path / "next")
+    assert not (tmp_path / "next").exists()
+
+
+def test_a_conflict_of_a_later_stage_is_said_before_the_first_trains(tmp_path):
+    recipe = tmp_path / "chain.yaml"
+    recipe.write_text(
+        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: grpo, lora_rank: 2, lora_start: continue}\n"
+        "steps: 1\nbatch_size: 8\neval_every: 0\nmax_tokens: 4\n"
+    )
+    with pytest.raises(UserError, match="stage grpo: lora_start continue .* lora_rank 3 -> 2"):
+        train(str(recipe), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_begin_from_its_own_folder(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "sft")
+    with pytest.raises(UserError, match="another --output-dir"):
+        train(f"{GRPO} --base-model {tmp_path / 'sft'} --overwrite", tmp_path / "sft")
+    assert (tmp_path / "sft/checkpoints/sft-final/model").is_dir()
+
+
+def test_a_reward_model_is_no_policy(tmp_path):
+    train("reward_model --dataset addition --steps 1 --batch-size 4 --eval-every 0 --max-tokens 4", tmp_path / "rm")
+    with pytest.raises(UserError, match="trained as a reward model"):
+        train(f"{GRPO} --base-model {tmp_path / 'rm'}", tmp_path / "next")
+
+
+def test_the_plan_knows_what_a_run_begins_from(adapter):
+    run = parse([*f"{GRPO} --base-model {adapter} --plan".split()], METHODS, RECIPE, options=RunSettings)
+    held = show_needs(run)
+    other = show_needs(parse([*f"{GRPO} --lora-rank 4 --plan".split()], METHODS, RECIPE, options=RunSettings))
+    assert held == other
+
+
+def show_needs(run) -> dict:
+    run, _ = settled(run)
+    launch, _ = launch_of(run.options, "auto")
+    return needs_of(run, launch, 16)[0].plan.sums
+
+
+def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch):
+    """Words of a shell, each that a script or its parser takes as it stands."""
+    shown = {}
+    monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
+    folder = tmp_path / "my runs" / "it's"
+    run = parse([*f"{GRPO} --base-model {adapter} --steps 1".split(), "--output-dir", str(folder)], METHODS, RECIPE, options=RunSettings)
+    execute(run)
+    commands = [shlex.split(text) for text in shown["commands"]]
+    assert [words[:2] for words in commands] == [["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "export")]
+    assert all(words[2] == str(folder) for words in commands) and commands[-1][-1] == "--merge"
+    again = shlex.split(resume_command(folder))
+    assert again[:3] == ["accelerate", "launch", "train.py"]
+    assert parse(again[3:], METHODS, RECIPE, options=RunSettings).options.output_dir == folder
+
+
+def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path, capfd):
+    import transformers.utils.logging as bars
+
+    bars.enable_progress_bar()
+    loaded = load_model(str(adapter / "checkpoints/sft-final/model"))
+    saving.write_model(loaded.model, loaded.tokenizer, tmp_path / "base")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ServiceClient(output_dir=tmp_path / "out") as service:
+            service.create_lora_training_client(str(tmp_path / "base"), rank=2).save_weights_and_get_sampling_client()
+    assert bars.is_progress_bar_enabled()
+    assert "Loading weights" not in capfd.readouterr().err and not [w for w in caught if issubclass(w.category, FutureWarning)]

@@ -1,0 +1,245 @@
+"""A sampler that lives on between slices: who joins, who leaves, what other verbs do in between, and whose tokens are whose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import ADAM, random_datums
+from sampler_models import one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+
+from rl import ServiceClient
+from rl.clients import SampleStream
+from rl.sampler import Engine, Request, make_decoder
+from rl.types import ModelInput, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=9, temperature=1.0, stop=[])
+
+
+def asked(i: int, **changes) -> Request:
+    return Request(**{"prompt": [3 + i % 5, 4, 12] + [5] * (i % 3), "params": PARAMS, "seed": 7, "problem": i, **changes})
+
+
+def told(responses):
+    return [[sequence.tokens for sequence in response.sequences] for response in responses]
+
+
+def to_the_end(stream: SampleStream, steps: int = 4) -> dict:
+    found = {}
+    while stream.busy:
+        found |= stream.slice(steps).finished
+    return found
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
+        yield service.create_full_training_client("tiny:addition", seed=1)
+
+
+def test_requests_that_join_while_others_run_get_the_samples_they_would_have_got_together(policy):
+    client = policy.save_weights_and_get_sampling_client()
+    expected, _ = client.sample_many([asked(i, num_samples=1 + i % 3) for i in range(6)]).result()
+    with SampleStream(client) as stream:
+        tickets, found, slices = [stream.add(asked(0)), stream.add(asked(1, num_samples=2))], {}, 0
+        while stream.busy:
+            if slices and len(tickets) < 6:
+                tickets.append(stream.add(asked(len(tickets), num_samples=1 + len(tickets) % 3)))
+            slices += 1
+            found |= stream.slice(3).finished
+            client.sample_many([asked(40)]).result()  # another verb between two slices
+    assert slices > 4 and told(found[t] for t in tickets) == told(expected)
+    for ticket, response in zip(tickets, expected, strict=True):
+        for got, wanted in zip(found[ticket].sequences, response.sequences, strict=True):
+            np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-5)
+            assert (got.version, got.versions, got.temperature) == (wanted.version, None, 1.0)
+
+
+def test_what_was_dropped_or_refused_costs_no_other(policy):
+    client = policy.save_weights_and_get_sampling_client()
+    expected, _ = client.sample_many([asked(1)]).result()
+    with SampleStream(client) as stream:
+        gone, stays, wrong = stream.add(asked(0, num_samples=3)), stream.add(asked(1)), stream.add(asked(2, prompt=[99]))
+        early = stream.add(asked(3))
+        stream.drop(early)  # before it was ever let in
+        assert isinstance(stream.slice(2).finished[wrong], ValueError)
+        stream.drop(gone)
+        stream.drop(gone)
+        found = to_the_end(stream)
+    assert set(found) == {stays} and told([found[stays]]) == told(expected)
+
+
+def test_a_slice_shows_what_is_drawn_so_far(policy):
+    with SampleStream(policy.save_weights_and_get_sampling_client()) as stream:
+        ticket, lengths = stream.add(asked(0, num_samples=2)), []
+        while stream.busy:
+            found = stream.slice(4, shows=True)
+            lengths.append({sample: len(s.tokens) for sample, s in found.drawn.get(ticket, {}).items()})
+            last = found.drawn.get(ticket) or last  # noqa: F821
+    assert lengths == [{0: 4, 1: 4}, {0: 8, 1: 8}, {}]
+    assert all(last[i].tokens == sequence.tokens[:8] for i, sequence in enumerate(found.finished[ticket].sequences))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_drew_it(policy, anew):
+    datums = random_datums(4, seed=3)
+    old = policy.save_weights_and_get_sampling_client()
+    v = old.version
+    with SampleStream(old) as stream:
+        tickets = [stream.add(asked(i)) for i in range(3)]
+        stream.slice(4)
+        policy.forward_backward(datums, "importance_sampling")
+        policy.optim_step(ADAM.__class__(learning_rate=0.05)).result()
+        new = policy.save_weights_and_get_sampling_client()
+        stream.switch(new, anew=anew)
+        late = stream.add(asked(0, problem=50))  # the same prompt, which the new weights read for themselves
+        found = to_the_end(stream)
+    for ticket in tickets:
+        (sequence,) = found[ticket].sequences
+        assert sequence.versions == [v] * 4 + [v + 1] * 5 and sequence.version == v
+        whole = ModelInput.from_ints([*asked(ticket).prompt, *sequence.tokens])
+        # each token's logprob is of the weights that its version names (where they read it all themselves)
+        before, after = (np.array(c.compute_logprobs(whole).result()[-9:]) for c in (old, new))
+        np.testing.assert_allclose(sequence.logprobs[:4], before[:4], atol=1e-5)
+        assert np.abs(before - after).max() > 1e-2
+        assert (np.abs(np.array(sequence.logprobs[4:]) - after[4:]).max() < 1e-5) == anew
+    (fresh,) = found[late].sequences
+    expected, _ = new.sample_many([asked(0, problem=50)]).result()
+    assert told([found[late]]) == told(expected) and (fresh.version, fresh.versions) == (v + 1, None)
+
+
+def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stale_label(policy):
+    """The learner loads its next weights into a sampler that nobody holds: slices of the old version must not run on them."""
+    client = policy.save_weights_and_get_sampling_client()
+    with SampleStream(client) as stream:
+        stream.add(asked(0))
+        stream.slice(2)
+        client.release()
+        policy.save_weights_and_get_sampling_client()
+        with pytest.raises(Exception, match=r"weights are gone"):
+            stream.slice(2)
+
+
+def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
+    client = policy.save_weights_and_get_sampling_client()
+    expected, _ = client.sample_many([asked(i) for i in range(3)]).result()
+    with SampleStream(client) as stream:
+        tickets = [stream.add(asked(i)) for i in range(2)]
+        stream.slice(5)
+        tickets.append(stream.add(asked(2)))
+        left = stream.unfinished()
+        assert [len(r.begun.tokens) if r.begun else 0 for r in left.values()] == [5, 5, 0]
+        stream.renew()
+        here = to_the_end(stream)
+    with SampleStream(client) as other:
+        again = {other.add(request): ticket for ticket, request in left.items()}
+        there = {again[ticket]: response for ticket, response in to_the_end(other).items()}
+    assert told(here[t] for t in tickets) == told(there[t] for t in tickets) == told(expected)
+    # bit for bit, since both read the same tokens again in the same batch
+    assert [here[t].sequences[0].logprobs for t in tickets] == [there[t].sequences[0].logprobs for t in tickets]
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
+    """Rows that have begun, beside others that have not: each logprob as a plain forward gives it."""
+    model = tiny_model("qwen3")
+    prompts = random_prompts([5, 17, 9])
+    params = SamplingParams(max_tokens=12, temperature=0.9)
+    engine = Engine(make_decoder(model, kind=kind), eos_token_ids=(3,), max_rows=2)
+    for problem, prompt in enumerate(prompts):
+        engine.add(Request(prompt=prompt, params=params, problem=problem))
+    whole = {done.request_id: done.response for _ in range(40) for done in engine.step()}
+    for problem, prompt in enumerate(prompts):
+        engine.add(Request(prompt=prompt, params=params, problem=problem))
+    done = [one for _ in range(6) for one in engine.step()]
+    left = engine.unfinished()
+    assert any(request.begun for _, request in left)
+    other = Engine(make_decoder(model, kind=kind), eos_token_ids=(3,), max_rows=3)
+    numbers = {other.add(request): number for number, request in left}
+    while other.busy:
+        done += [type(one)(numbers[one.request_id], one.response) for one in other.step()]
+    for one in done:
+        (sequence,), (expected,) = one.response.sequences, whole[one.request_id - 3].sequences
+        assert sequence.tokens == expected.tokens and sequence.stop_reason == expected.stop_reason
+        reference = reference_logprobs(model, prompts[one.request_id - 3], sequence.tokens, 0.9)
+        np.testing.assert_allclose(sequence.logprobs, reference.numpy(), atol=1e-4)
+    assert len(done) == 3
+
+
+class Talk:
+    """Conversations of several turns on an engine: each prompt is what was read and drawn before, and something new."""
+
+    def __init__(self, engine, count, named=True):
+        self.engine, self.named = engine, named
+        self.said = {i: [3 + i, 4, 12, *[5] * i] for i in range(count)}
+        self.drawn = {i: [] for i in range(count)}
+
+    def turn(self, turn, only=None):
+        numbers = {}
+        for i, said in self.said.items():
+            if only is None or i in only:
+                name = f"talk {i}" if self.named else None
+                params = SamplingParams(max_tokens=4 + i, temperature=1.0, stop=[])
+                numbers[self.engine.add(Request(prompt=said, params=params, seed=turn, problem=i, conversation=name))] = i
+        while self.engine.busy:
+            for done in self.engine.step():
+                i, (sequence,) = numbers[done.request_id], done.response.sequences
+                self.drawn[i].append((self.said[i], sequence))
+                self.said[i] = [*self.said[i], *sequence.tokens, 7, 8 + turn]
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+def test_a_conversation_is_read_once_whatever_its_turns(path):
+    """Counted; and every logprob as a plain forward gives it, the prompt's tokens having been read a turn at a time."""
+    model = tiny_model("qwen3")
+    decoder = make_decoder(model, kind="fast")
+    if path == "torch":
+        decoder.cpu_kernels = None
+    talk, plain = Talk(Engine(decoder), 4), Talk(Engine(decoder), 4, named=False)
+    for turn in range(3):
+        talk.turn(turn)
+        plain.turn(turn)
+    lengths = [len(said) for said in talk.said.values()]  # the last turn's answers and what came after them are not read
+    unread = sum(len(drawn[-1][1].tokens) + 2 for drawn in talk.drawn.values())
+    assert talk.engine.counters.prefill_tokens + talk.engine.counters.fed_tokens == sum(lengths) - unread + sum(3 + i for i in range(4))
+    assert talk.engine.counters.prefill_tokens + talk.engine.counters.kept_tokens == plain.engine.counters.prefill_tokens
+    assert plain.engine.counters.kept_tokens == 0
+    for i, turns in talk.drawn.items():
+        for (prompt, sequence), (_, expected) in zip(turns, plain.drawn[i], strict=True):
+            assert sequence.tokens == expected.tokens
+            np.testing.assert_allclose(sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4)
+
+
+def test_conversations_make_room_end_and_are_not_taken_for_others():
+    model = tiny_model("qwen3")
+    tight = Talk(Engine(make_decoder(model, kind="fast"), kv_cache_tokens=60), 4)
+    roomy = Talk(Engine(make_decoder(model, kind="fast")), 4, named=False)
+    for turn in range(3):
+        tight.turn(turn)
+        roomy.turn(turn)
+    assert [[s.tokens for _, s in drawn] for drawn in tight.drawn.values()] == [[s.tokens for _, s in d] for d in roomy.drawn.values()]
+    assert 0 < tight.engine.counters.peak_cache_tokens <= 60
+    talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
+    talk.turn(0)
+    talk.engine.forget("talk 0")
+    talk.said[1] = [9, *talk.said[1][1:]]  # written anew: nothing of it is in the cache
+    before = talk.engine.counters.kept_tokens
+    talk.turn(1)
+    kept = talk.engine.counters.kept_tokens - before
+    assert kept == len(talk.drawn[2][1][0]) - 3  # its last token was never fed, and two came after it
+    talk.turn(2)  # of the two that were called "talk 1" the later one goes on
+    for prompt, sequence in (turn for turns in talk.drawn.values() for turn in turns[1:]):
+        np.testing.assert_allclose(sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4)
+
+
+def test_an_episode_that_is_drawn_again_goes_on_by_its_own_cache():
+    """Its first turn came out as before, so that twice the same lay in the cache under one name."""
+    model = tiny_model("qwen3")
+    talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
+    begun = dict(talk.said)
+    talk.turn(0)
+    talk.said = dict(begun)
+    talk.turn(0)
+    talk.turn(1)
+    for first, again, last in talk.drawn.values():
+        assert first[1].tokens == again[1].tokens
+        np.testing.assert_allclose(last[1].logprobs, reference_logprobs(model, *(last[0], last[1].tokens)).numpy(), atol=1e-4)

@@ -1,0 +1,104 @@
+"""The sampler's kernels and its paged attention on a CUDA device.
+
+Twins without one: test_kernel_draw.py, test_kernel_step.py, test_sampler_paged.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import draw, step
+from rl.sampler.attention_paged import _read_gathered, paged_attention, parts_of
+from rl.sampler.token_sampling import draw as from_logits
+from rl.sampler.token_sampling import row_settings
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("N", "D", "V"), [(1, 896, 151_936), (64, 2048, 50_257), (257, 100, 1001)])
+def test_equal_tokens_to_the_path_from_logits(N, D, V):
+    """float32, the same numbers; where tokens differ the number lies on their border."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x, w = torch.randn(N, D, generator=g, device="cuda"), torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5
+    u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
+    temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
+    settings = row_settings(temperatures, np.full(N, -1), np.ones(N), V, x.device)
+    z = x.double() @ w.double().t()
+    expected = from_logits(z.float(), u, settings)
+    greedy = torch.from_numpy(temperatures == 0).cuda()
+    token, logp = draw(x, w, torch.where(greedy, 1.0, torch.from_numpy(temperatures).float().cuda()), u, greedy)
+    p = (z / torch.where(greedy, 1.0, 0.8)[:, None]).softmax(-1)
+    after, mine = p.cumsum(-1).gather(1, token[:, None])[:, 0], p.gather(1, token[:, None])[:, 0]
+    drawn, same = ~greedy, token == expected[0]
+    assert ((after - mine <= u + 1e-5) & (u <= after + 1e-5))[drawn].all()
+    assert same[greedy].all() and same.sum() >= N - 1
+    torch.testing.assert_close(logp[same], expected[1][same], atol=1e-3, rtol=1e-4)
+
+
+def test_the_devices_random_numbers_are_the_hosts():
+    from kernels.draw_triton import uniforms as on_device
+    from rl.sampler.streams import uniforms
+
+    rng = np.random.default_rng(0)
+    names = [rng.integers(0, 1 << 63, 1000, dtype=np.uint64) * np.uint64(2) + np.uint64(1) for _ in range(4)]
+    found = on_device(*(torch.from_numpy(name.view(np.int64)).cuda() for name in names))
+    assert torch.equal(found.cpu(), torch.from_numpy(uniforms(*names)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_step_kernels_are_torchs_path(dtype):
+    g = torch.Generator().manual_seed(0)
+    x, residual, weight = torch.randn(5, 896, generator=g), torch.randn(5, 896, generator=g), torch.rand(896, generator=g)
+    gate_up, qkv = torch.randn(5, 2 * 4864, generator=g), torch.randn(5, 18, 64, generator=g)
+    norm, rope, kv = torch.rand(2, 64, generator=g) + 0.5, torch.rand(2, 20, 64, generator=g), torch.zeros(2, 9, 16, 2, 64)
+    at = [torch.randint(0, 20, (5,), generator=g), torch.randperm(9, generator=g)[:5], torch.randint(0, 16, (5,), generator=g)]
+    found = []
+    for device in ("cpu", "cuda"):
+        x2, residual2, weight2, gate2, qkv2, norm2, rope2, kv2 = (
+            t.to(dtype).to(device, copy=True) for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
+        )
+        normed, gated = step.residual_rms(x2, residual2, weight2, 1e-6), step.silu_mul(gate2)
+        q = step.rope_append(qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14)
+        found.append([t.float().cpu() for t in (normed, residual2, gated, q, kv2)])
+    for mine, plain in zip(*found, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+        torch.testing.assert_close(mine, plain, atol=tolerance, rtol=tolerance)
+
+
+def test_paged_attention_is_the_gathered_one(monkeypatch):
+    """Through torch's varlen attention, groups with shared pages and rows by themselves; a row's bits do not hang on its neighbours."""
+    from rl.sampler import attention_paged
+
+    g = torch.Generator("cuda").manual_seed(0)
+    size, heads, key_heads, width = 256, 14, 2, 64
+    kv = torch.randn(2, 30, size, key_heads, width, generator=g, device="cuda").bfloat16()
+    pages = torch.randperm(30).tolist()
+    tables = [pages[0:3] + pages[3:5], pages[0:3] + pages[5:6], pages[6:7], pages[7:9] + pages[9:10]]
+    lengths, shared = np.array([1200, 800, 3, 600]), [([0, 1], pages[0:3])]
+    q = torch.randn(4, heads, width, generator=g, device="cuda").bfloat16()
+    parts = parts_of(tables, lengths, shared, size, kv.device)
+    found = paged_attention(q, kv, parts)
+    alone = paged_attention(q[2:3], kv, parts_of(tables[2:3], lengths[2:3], [], size, kv.device))
+    assert torch.equal(found[2:3], alone)
+    monkeypatch.setattr(attention_paged, "_read_cuda", _read_gathered)
+    torch.testing.assert_close(found, paged_attention(q, kv, parts), atol=2e-2, rtol=2e-2)
+
+
+def test_the_engine_over_pages_samples_what_the_plain_one_does():
+    """bf16: the same tokens until rounding parts them; logprobs of the tokens before that agree."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rl.sampler import Engine, PagedEngine, Request, make_decoder
+    from rl.types import SamplingParams
+
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)
+    torch.manual_seed(0)
+    decoder = make_decoder(Qwen2ForCausalLM(Qwen2Config(**sizes)).bfloat16().cuda(), kind="fast")
+    answers = []
+    for engine in (PagedEngine(decoder, kv_cache_tokens=256 * 12, max_rows=8), Engine(decoder, kv_cache_tokens=100_000)):
+        for i in range(3):
+            engine.add(Request(prompt=list(range(1, 300 + i)), num_samples=3, params=SamplingParams(max_tokens=40), problem=i))
+        answers.append([s for response in engine.run() for s in response.sequences])
+    for mine, plain in zip(*answers, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(mine.tokens, plain.tokens, strict=True)) if a != b), len(mine.tokens))
+        assert same > 0
+        np.testing.assert_allclose(mine.logprobs[:same], plain.logprobs[:same], atol=0.05)

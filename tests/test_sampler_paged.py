@@ -1,0 +1,180 @@
+"""The cache in pages: the tables by themselves, its attention against one softmax over everything, and the engine against the plain one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from sampler_models import one_thread  # noqa: F401
+
+from rl.models.load import load_model
+from rl.sampler import Engine, PagedEngine, Request, make_decoder
+from rl.sampler.attention_paged import paged_attention, parts_of
+from rl.sampler.pages import OutOfPages, PagePool, Tables
+from rl.types import SamplingParams
+
+
+def check(tables: Tables) -> None:
+    """Every page is counted by who holds it, and no more than 1.1 times the tokens and a page a row are held.
+
+    A prompt that waits for rows counts as one.
+    """
+    held = [0] * len(tables.pool.held)
+    for page in itertools.chain(*(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)):
+        held[page] += 1
+    assert held == tables.pool.held
+    assert tables.pool.free == held.count(0)
+    full = {page for row in tables.rows for page in row.pages[: row.length // tables.size]}
+    ends = sum(row.length % tables.size for row in tables.rows)
+    alone = [prompt for prompt in tables.prompts if prompt.rows == 0]
+    tokens = len(full) * tables.size + ends + sum(prompt.length for prompt in alone if prompt.pages)
+    used = len(held) - tables.pool.free
+    assert used * tables.size <= 1.1 * tokens + tables.size * (len(tables.rows) + len(alone))
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_a_thousand_random_workloads_leak_no_page(size):
+    """Admission, sharing, copies at the first write, rows that end, wait and come back, in any order. What each row would read is
+    what was written for it."""
+    rng = np.random.default_rng(size)
+    for _ in range(1000 // 3 + 1):
+        tables = Tables(int(rng.integers(8, 40)), size)
+        content = np.full((len(tables.pool.held), size), -1)  # of each page's places: who wrote
+        expected: list[list[int]] = []  # of each row, in order
+        prompts: list[list[int]] = []
+        for step in range(25):
+            what = rng.random()
+            if what < 0.25 and tables.pool.free:
+                length = int(rng.integers(1, 3 * size + 2))
+                if tables.pages_for(length) <= tables.pool.free:
+                    prompt = tables.add_prompt(length)
+                    prompts.append([1000 * step + i for i in range(length)])
+                    for i, token in enumerate(prompts[-1]):
+                        content[prompt.pages[i // size], i % size] = token
+            elif what < 0.5 and tables.prompts:
+                slot = int(rng.integers(len(tables.prompts)))
+                if tables.prompts[slot].rows or tables.prompts[slot].pages:
+                    tables.add_row(slot)
+                    expected.append(list(prompts[slot]))
+            elif what < 0.85 and tables.rows:
+                if tables.needed() > tables.pool.free:
+                    continue
+                for row, told in zip(tables.rows, expected, strict=True):
+                    page, place, copy = tables.make_room(row)
+                    if copy is not None:
+                        content[copy[1]] = content[copy[0]]
+                    token = int(rng.integers(1 << 30))
+                    content[page, place] = token
+                    told.append(token)
+            elif what < 0.95 and tables.rows:
+                gone = int(rng.integers(len(tables.rows)))
+                tables.drop_row(tables.rows.pop(gone))
+                expected.pop(gone)
+            elif tables.prompts:
+                idle = [i for i, prompt in enumerate(tables.prompts) if prompt.rows == 0]
+                for slot in idle[:1]:
+                    tables.drop_prompt(tables.prompts.pop(slot))
+                    prompts.pop(slot)
+            check(tables)
+            for row, told in zip(tables.rows, expected, strict=True):
+                found = [int(content[row.pages[i // size], i % size]) for i in range(row.length)]
+                assert found == told
+        while tables.rows:
+            tables.drop_row(tables.rows.pop())
+        for prompt in tables.prompts:
+            tables.drop_prompt(prompt)
+        assert tables.pool.free == len(tables.pool.held) and not any(tables.pool.held)
+
+
+def test_a_pool_says_when_it_is_empty():
+    pool = PagePool(2)
+    pages = [pool.take(), pool.take()]
+    with pytest.raises(OutOfPages):
+        pool.take()
+    pool.share(pages[:1])
+    pool.release(pages)
+    assert pool.free == 1
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_attention_over_pages_is_one_softmax(heads):
+    """Groups with shared pages and rows by themselves, page by page in any order, against each row's whole softmax in float64."""
+    torch.manual_seed(0)
+    size, width, (H, K) = 4, 8, heads
+    kv = torch.randn(2, 40, size, K, width)
+    pages = torch.randperm(40).tolist()
+    tables = [pages[0:3] + pages[3:5], pages[0:3] + pages[5:6], pages[6:7], pages[7:9] + pages[9:10], pages[7:9] + pages[10:13]]
+    lengths = np.array([18, 13, 3, 9, 20])
+    shared = [([0, 1], pages[0:3]), ([3, 4], pages[7:9])]
+    q = torch.randn(5, H, width)
+    found = paged_attention(q, kv, parts_of(tables, lengths, shared, size, kv.device))
+    plain = paged_attention(q, kv, parts_of(tables, lengths, [], size, kv.device))
+    for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
+        k, v = (x[table].flatten(0, 1)[:length].double().repeat_interleave(H // K, 1) for x in kv)
+        p = (torch.einsum("hd,lhd->hl", q[i].double(), k) * width**-0.5).softmax(-1)
+        exact = torch.einsum("hl,lhd->hd", p, v)
+        torch.testing.assert_close(found[i].double(), exact, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(plain[i].double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def perturbed_decoder():
+    model = load_model("tiny:addition", seed=0).model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return make_decoder(model, kind="fast")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return perturbed_decoder()
+
+
+def workload(rng: np.random.Generator) -> list[Request]:
+    prompts = [rng.integers(0, 14, int(rng.integers(1, 14))).tolist() for _ in range(3)]
+    return [
+        Request(
+            prompt=prompts[int(rng.integers(3))], num_samples=int(rng.integers(1, 5)), problem=i, seed=4,
+            params=SamplingParams(
+                max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.7, 1.0])), stop=[5] if i % 3 == 0 else None
+            ),
+        )
+        for i in range(int(rng.integers(1, 6)))
+    ]  # fmt: skip
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[list[tuple[list[int], list[float]]]]:
+    for request in requests:
+        engine.add(request)
+    return [[(s.tokens, s.logprobs) for s in response.sequences] for response in engine.run()]
+
+
+def same_samples(decoder, seeds: range) -> int:
+    """Random workloads through both engines; how often a row had to wait."""
+    waited = 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        requests, page = workload(rng), int(rng.choice([2, 4, 8]))
+        most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
+        paged = PagedEngine(decoder, kv_cache_tokens=page * (most + int(rng.integers(0, 8))), max_rows=int(rng.integers(1, 12)), page=page)
+        found = answers(paged, requests)
+        expected = answers(Engine(decoder, kv_cache_tokens=100_000, max_rows=64), requests)
+        for mine, plain in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+            assert mine[0] == plain[0]
+            np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
+        tables = paged._state.tables
+        assert tables.pool.free == len(tables.pool.held) and not tables.rows
+        waited += paged.evictions
+    return waited
+
+
+def test_the_same_samples_as_the_plain_engine(decoder):
+    """However few pages there are; some rows of these workloads wait and come back."""
+    assert same_samples(decoder, range(6)) > 0
+
+
+@pytest.mark.slow
+def test_the_same_samples_as_the_plain_engine_in_many_workloads(decoder):
+    assert same_samples(decoder, range(100, 140)) > 20

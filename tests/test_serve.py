@@ -1,0 +1,404 @@
+"""The server by its wire: the same as the clients in this process, in order, once, and each tenant for himself."""
+
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from serving import BASE, PROTOBUF, Wire, server
+
+from rl.clients import ServiceClient, WorkerSettings
+from rl.learner import LearnerSettings
+from rl.losses import LOSSES
+from rl.serve import wire
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams
+
+KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
+
+
+def texts(count: int = 6, seed: int = 0) -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(2, 90, rng.integers(4, 12)) for _ in range(count)]
+    return [Datum(ModelInput.from_ints(row[:-1].tolist()), {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)}) for row in rows]
+
+
+def rewarded(count: int = 4, seed: int = 1) -> list[Datum]:
+    rng, data = np.random.default_rng(seed), []
+    for _ in range(count):
+        n = int(rng.integers(4, 10))
+        fields = {"logprobs": -4.5 + 0.2 * rng.standard_normal(n), "advantages": rng.standard_normal(n), "mask": np.ones(n)}
+        data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), {"target_tokens": rng.integers(2, 90, n), **fields}))
+    return data
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with server(tmp_path_factory.mktemp("served"), body_bytes=8 * 2**20) as one:
+        yield one
+
+
+@pytest.fixture
+def wires(served):
+    one = Wire(served)
+    one.open()
+    return one
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A client in this process, as the one that `Wire.model` makes."""
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("here")) as service:
+        yield service
+
+
+def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wires, here):
+    data = texts()
+    model = wires.model()
+    rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])  # the first chunk comes last, as the SDK sends it
+    stepped = wires.step(model, 3, grad_clip_norm=1.0)
+    client = here.create_lora_training_client(BASE, 4, 7)
+    for asked, chunk in ((first, data[:3]), (rest, data[3:])):
+        there, mine = wires.output(asked), client.forward_backward(chunk, "cross_entropy").result()
+        for logprobs, output in zip(there[0], mine.loss_fn_outputs, strict=True):
+            assert np.array_equal(logprobs, output["logprobs"].array)
+        assert there[1] == mine.metrics
+    assert wires.wait(stepped)["metrics"] == client.optim_step(AdamParams(1e-2, grad_clip_norm=1.0)).result().metrics
+    sampler, own = wires.sampler(model, 4), client.save_weights_and_get_sampling_client()
+    prompt = [5, 9, 30]
+    there = wires.sample(sampler, 0, prompt, 3, seed=11, prompt_logprobs=True, topk_prompt_logprobs=2)
+    mine = own.sample(ModelInput.from_ints(prompt), 3, SamplingParams(8, seed=11), True, 2).result()
+    for found, sequence in zip(there.sequences, mine.sequences, strict=True):
+        assert np.array_equal(np.frombuffer(found.tokens, "<i4"), sequence.tokens_np)
+        assert np.array_equal(np.frombuffer(found.logprobs, "<f4"), sequence.logprobs_np)
+    prompt_logprobs = np.frombuffer(there.prompt_logprobs, "<f4")
+    assert np.isnan(prompt_logprobs[0]) and np.array_equal(prompt_logprobs[1:], mine.prompt_logprobs_np[1:])
+    ids = np.frombuffer(there.topk_prompt_logprobs.token_ids, "<i4").reshape(-1, 2)
+    assert [row.tolist() for row in ids[1:]] == [[token for token, _ in row] for row in mine.topk_prompt_logprobs[1:]]
+
+
+def _for_loss(name):
+    rng, data = np.random.default_rng(3), []
+    for i in range(4):
+        n, spec = 6, LOSSES[name]
+        fields = {"target_tokens": rng.integers(2, 90, n)}
+        for field in spec.required[1:]:
+            value = np.full(n, float(i % 2)) if field == "labels" else np.ones(n) if field == "mask" else -4.0 + rng.standard_normal(n)
+            fields[field] = value
+        if name != "cross_entropy":
+            fields.setdefault("mask", np.ones(n))  # some take their actions from it
+        data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), fields))
+    return data
+
+
+WITHOUT_VALUES = [name for name, spec in LOSSES.items() if not spec.values]
+
+
+def test_every_loss_gives_over_the_wire_what_it_gives_here(wires, here):
+    model, client = wires.model(), here.create_lora_training_client(BASE, 4, 7)
+    settings = {"ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}, "dro": {"beta": 0.1}, "dpo": {"beta": 0.2}}
+    for seq, name in enumerate(WITHOUT_VALUES, start=1):
+        data, config = _for_loss(name), settings.get(name, {})
+        rows, metrics = wires.output(wires.ask(model, seq, data, name, config))
+        mine = client.forward_backward(data, name, config).result()
+        assert {key: value for key, value in metrics.items()} == {k if ":" in k else f"{k}:mean": v for k, v in mine.metrics.items()}, name
+        assert all(np.array_equal(a, b["logprobs"].array) for a, b in zip(rows, mine.loss_fn_outputs, strict=True)), name
+        assert all(key.count(":") == 1 for key in metrics), (name, list(metrics))
+    stepped = wires.wait(wires.step(model, len(WITHOUT_VALUES) + 1))
+    assert stepped["metrics"] == client.optim_step(AdamParams(1e-2)).result().metrics
+    for seq, name in enumerate((*(name for name in LOSSES if LOSSES[name].values), "stable_reinforce"), start=len(WITHOUT_VALUES) + 2):
+        refused = wires.wait(wires.ask(model, seq, _for_loss("cross_entropy"), name))
+        assert refused["category"] == "user" and name in refused["error"]
+
+
+def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
+    model = wires.model()
+    asked = [wires.ask(model, 1, texts()) for _ in range(3)]
+    assert len({one["request_id"] for one in asked}) == 1
+    steps = [wires.wait(wires.step(model, 2)) for _ in range(3)]
+    assert steps[0] == steps[1] == steps[2] and steps[0]["metrics"]["grad_norm"] > 0
+    skipped = wires.wait(wires.step(model, 3))  # had the second run, this gradient would not be gone
+    assert skipped["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}
+    assert "something else" in wires.post("optim_step", 400, model_id=model, seq_id=2, adam_params={"learning_rate": 0.5})["detail"]
+    sampler = wires.sampler(model, 4)
+    first, again = wires.ask_sample(sampler, 0, [4, 5]), wires.ask_sample(sampler, 0, [4, 5])
+    assert first == again and wires.wait(first, "SampleResponse") == wires.wait(again, "SampleResponse")
+
+
+def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
+    model = wires.model()
+    good, bad = texts(), Datum(ModelInput.from_ints([4, 5, 6]), {"target_tokens": [5, 6]})
+    before = wires.output(wires.ask(model, 1, good, forward_only=True))
+    assert "error" not in wires.ask(model, 2, good)
+    refused = wires.wait(wires.ask(model, 3, [bad]))
+    assert refused["category"] == "user" and "target_tokens" in refused["error"]
+    stepped = wires.wait(wires.step(model, 4))
+    assert stepped["category"] == "user" and "not run" in stepped["error"]
+    after = wires.output(wires.ask(model, 5, good, forward_only=True))
+    assert all(np.array_equal(a, b) for a, b in zip(before[0], after[0], strict=True)), "the weights are as they were"
+    assert wires.wait(wires.step(model, 6))["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}, "half of the gradient stayed"
+    cases = {7: {"adam_params": {"learning_rate": -1}}, 8: {"optimizer_params": {"type": "dimuon"}}, 9: {"adam_params": {"rate": 1}}}
+    for seq, fields in cases.items():
+        assert wires.wait(wires.post("optim_step", model_id=model, seq_id=seq, **fields))["category"] == "user"
+    for seq, name in ((10, "../up"), (11, "a/b"), (12, ".hidden"), (13, "")):
+        assert "name" in wires.wait(wires.post("save_weights", model_id=model, seq_id=seq, path=name))["error"]
+    assert wires.wait(wires.step(model, 14))["metrics"]["skipped"] == 1.0
+
+
+def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
+    with server(tmp_path / "served", token_budget=32) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        sampler = wires.sampler(model, 1)
+        wires.sample(sampler, 0, [4, 5])
+        order, slices = [], []
+        plain = one.desk._slice
+        one.desk._slice = lambda job: (slices.append(job.what), plain(job))[1]
+        trained = wires.ask(model, 2, texts(300))
+        asked = wires.ask_sample(sampler, 1, [4, 5], max_tokens=4)
+        for name, request in (("sample", asked), ("train", trained)):
+            promise = one.promises.find(request["request_id"], "local")
+            promise.done.add_done_callback(lambda _, name=name: order.append((name, len(slices))))
+        rows, metrics = wires.output(trained)
+        assert [name for name, _ in order] == ["sample", "train"], order
+        assert order[0][1] + 5 < order[1][1], "it did not wait for the call"
+        with ServiceClient(output_dir=tmp_path / "here", settings=WorkerSettings(learner=LearnerSettings(token_budget=32))) as service:
+            client = service.create_lora_training_client(BASE, 4, 7)
+            mine = client.forward_backward(texts(300), "cross_entropy").result()
+            assert metrics == mine.metrics
+            assert all(np.array_equal(a, b["logprobs"].array) for a, b in zip(rows, mine.loss_fn_outputs, strict=True))
+            norm = client.optim_step(AdamParams(1e-2)).result().metrics
+        assert wires.wait(wires.step(model, 3))["metrics"] == norm
+
+
+def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
+    """Two tenants take turns where there is room for one."""
+
+    def lives(one, turns):
+        tenants = []
+        for seed in (7, 8):
+            wires = Wire(one)
+            wires.open()
+            tenants.append((wires, wires.model(rank=3 + seed, seed=seed), []))
+        for turn in range(3):
+            for wires, model, seen in tenants if turns else tenants[:1]:
+                seq = 2 * turn + 1
+                seen.append(wires.output(wires.ask(model, seq, texts(4, turn)))[1])
+                seen.append(wires.wait(wires.step(model, seq + 1)))
+        for wires, model, seen in tenants if not turns else ():
+            for turn in range(3):
+                if model == tenants[0][1]:
+                    break
+                seen.append(wires.output(wires.ask(model, 2 * turn + 1, texts(4, turn)))[1])
+                seen.append(wires.wait(wires.step(model, 2 * turn + 2)))
+        return [seen for _, _, seen in tenants]
+
+    with server(tmp_path / "narrow", models_in_memory=1) as one:
+        narrow = lives(one, True)
+        assert one.desk.tally.value("written_out_total", which="read_back") >= 4
+    with server(tmp_path / "wide") as one:
+        assert lives(one, False) == narrow
+        assert one.desk.tally.value("written_out_total", which="read_back") == 0
+
+
+def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path):
+    def begin(one):
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        wires.output(wires.ask(model, 1, texts(4, 0)))
+        wires.wait(wires.step(model, 2))
+        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))["path"]
+        return wires, model, path
+
+    def go_on(wires, model, path):
+        seen = [wires.output(wires.ask(model, 4, texts(4, 1)))[1], wires.wait(wires.step(model, 5))]
+        again = wires.wait(wires.post("load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True))
+        assert again["path"] == path
+        return seen + [wires.output(wires.ask(again["model_id"], 1, texts(4, 1)))[1]]
+
+    with server(tmp_path / "through") as one:
+        through = go_on(*begin(one))
+    with server(tmp_path / "broken") as one:
+        wires, model, path = begin(one)
+    with pytest.raises(ValueError, match="--resume"), server(tmp_path / "broken"):
+        pass
+    with server(tmp_path / "broken", resume=True) as one:
+        again = Wire(one)
+        again.session = wires.session
+        assert go_on(again, model, path) == through
+
+
+def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.serve.tenants._GAP_SECONDS", 0.1)
+    with server(tmp_path / "a", durable=True) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        wires.output(wires.ask(model, 1, texts()))
+        stepped = wires.wait(wires.step(model, 2))
+        wires.output(wires.ask(model, 3, texts()))
+        shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a server that is killed now leaves behind
+    with server(tmp_path / "b", resume=True, durable=True) as one:
+        again = Wire(one)
+        assert again.wait({"request_id": f"{model}:2"}) == stepped == again.wait(again.step(model, 2)), "applied once, told again"
+        asked = again.step(model, 4)
+        time.sleep(0.2)
+        one.tenants.pass_gaps()
+        assert "repeat the forward_backward" in again.wait(asked)["error"]
+        again.output(again.ask(model, 5, texts()))
+        assert again.wait(again.step(model, 6))["metrics"]["grad_norm"] > 0
+    with server(tmp_path / "a", resume=True) as one:  # one that was asked to stop
+        again = Wire(one)
+        assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
+
+
+def test_what_is_anothers_does_not_exist(tmp_path):
+    with server(tmp_path, keys=KEYS) as one:
+        mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
+        mine.open(), theirs.open()
+        model = mine.model()
+        path = mine.wait(mine.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        sampler = mine.sampler(model, 2)
+        taken = mine.ask_sample(sampler, 0, [4, 5])
+        theirs.post("get_info", 404, model_id=model)
+        theirs.ask(model, 3, texts(), status=404)
+        theirs.post("optim_step", 404, model_id=model, seq_id=3, adam_params={})
+        theirs.post("save_weights", 404, model_id=model, seq_id=3, path="b")
+        theirs.post("load_weights", 404, session_id=theirs.session, model_seq_id=0, path=path, optimizer=False)
+        theirs.post("create_sampling_session", 404, session_id=theirs.session, sampling_session_seq_id=0, model_path=path)
+        theirs.post("create_sampling_session", 404, session_id=mine.session, sampling_session_seq_id=5, base_model=BASE)
+        theirs.post("asample", 404, sampling_session_id=sampler, seq_id=9, prompt={"chunks": []})
+        theirs.post("retrieve_future", 410, request_id=taken["request_id"])
+        theirs.post("cancel_future", 410, request_id=taken["request_id"])
+        theirs.post("session_heartbeat", 404, session_id=mine.session)
+        theirs.post(f"sessions/{mine.session}/finish", 404)
+        theirs.post("weights_info", 404, tinker_path=path)
+        run = f"/api/v1/training_runs/{model}"
+        one_of = "/checkpoints/weights/a"
+        asked = [("GET", ""), ("GET", "/checkpoints"), ("GET", one_of + "/archive"), ("PUT", one_of + "/ttl"), ("DELETE", one_of)]
+        for method, where in asked:
+            assert theirs.http.request(method, run + where).status_code == 404, where
+            assert mine.http.request(method, run + where, json={} if method == "PUT" else None).status_code < 300, where
+        assert theirs.http.get("/api/v1/checkpoints").json()["checkpoints"] == []
+        assert theirs.http.get("/api/v1/sessions").json()["sessions"] == [theirs.session]
+        for key in ("", "tml-first-tenants-ke", "tml-first-tenants-key2", "é"):
+            answer = mine.http.get("/api/v1/sessions", headers={"x-api-key": key.encode()})
+            assert answer.status_code == 401, key
+        bearer = mine.http.get("/api/v1/sessions", headers={"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"})
+        assert bearer.status_code == 200 and mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
+        assert mine.http.get("/metrics", headers={"x-api-key": "x"}).status_code == 401
+
+
+def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
+    root = served.book.root
+    model, session = wires.model(), wires.session
+    before = {path for path in root.parent.iterdir()}
+    for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
+                 f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", "",
+                 f"tinker://{session}:train:01/weights/a", f"tinker://{model}/weights/a\0b"):  # fmt: skip
+        wires.post("load_weights", 404, session_id=session, model_seq_id=50, path=path or " ", optimizer=False)
+        wires.post("create_sampling_session", 404, session_id=session, sampling_session_seq_id=50, model_path=path or " ")
+        wires.post("weights_info", 404, tinker_path=path or " ")
+    assert {path for path in root.parent.iterdir()} == before
+    for path in ("/api/v1/files/1/ab/x/weights/y/../../z", f"/api/v1/files/9999999999/{'0' * 64}/{model}/weights/a/state.json"):
+        assert wires.http.get(path).status_code == 404
+    good = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=1, loss_fn="cross_entropy")
+    rng = np.random.default_rng(0)
+    for i in range(300):
+        raw = bytearray(good.SerializeToString() + rng.bytes(int(rng.integers(0, 60))))
+        for at in rng.integers(0, len(raw), int(rng.integers(1, 9))):
+            raw[at] = int(rng.integers(0, 256))
+        answer = wires.http.post("/api/v1/forward_backward", content=bytes(raw), headers={"content-type": PROTOBUF})
+        assert answer.status_code in (200, 400, 404), (i, answer.text)
+        assert "Traceback" not in answer.text and ".py" not in answer.text
+    big = wires.http.post("/api/v1/telemetry", content=b"", headers={"content-length": str(2 * 2**30)})
+    assert big.status_code == 413
+
+    def endless():
+        for _ in range(16):
+            yield b"x" * 2**20
+
+    assert wires.http.post("/api/v1/optim_step", content=endless()).status_code == 413
+    for body in (b"{", b"[]", b"[" * 100_000, b'{"model_id": 3}', b"\xff"):
+        assert wires.http.post("/api/v1/optim_step", content=body).status_code == 400
+
+
+def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
+    with server(tmp_path, queued=2) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        held, gate = threading.Event(), threading.Event()
+
+        def hold():
+            held.set()
+            gate.wait(30)
+            yield
+
+        one.desk.submit("local", "hold", "hold", hold)
+        assert held.wait(10)
+        kept = [wires.step(model, 1)]
+        refused = wires.http.post("/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        gate.set()
+        wires.wait(kept[0])
+        assert wires.wait(wires.step(model, 2))["metrics"]["skipped"] == 1.0
+
+
+def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
+    import io
+    import tarfile
+
+    model = wires.model()
+    kept = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a", user_metadata={"step": "1"}))["path"]
+    brief = wires.wait(wires.post("save_weights_for_sampler", model_id=model, seq_id=2, path="b", ttl_seconds=3600))["path"]
+    whole = wires.wait(wires.post("save_weights_external", model_id=model, seq_id=3, path="c"))["path"]
+    run = f"/api/v1/training_runs/{model}"
+    listed = wires.http.get(run + "/checkpoints").json()["checkpoints"]
+    assert [one["tinker_path"] for one in listed] == [kept, brief, whole]
+    assert [one["checkpoint_type"] for one in listed] == ["training", "sampler", "external"]
+    assert listed[0]["user_metadata"] == {"step": "1"} and listed[0]["expires_at"] is None and listed[1]["expires_at"] is not None
+    assert wires.post("weights_info", tinker_path=kept)["lora_rank"] == 4
+    tar = tarfile.open(fileobj=io.BytesIO(wires.http.get(run + "/checkpoints/weights/a/archive").content))
+    assert {"state.json", "manifest.json", "model/adapter_model.safetensors"} <= set(tar.getnames())
+    urls = wires.http.get(run + "/checkpoints/external_weights/c/external_weights_urls").json()["urls"]
+    assert {"config.json", "model.safetensors"} <= set(urls)
+    assert wires.http.get(urls["config.json"], headers={"x-api-key": ""}).json()["model_type"] == "qwen3"
+    assert wires.http.get(urls["config.json"][:-11] + "model.safetensors").status_code == 404, "a link is for one file"
+    assert wires.http.put(run + "/checkpoints/weights/a/ttl", json={"ttl_seconds": 1}).status_code == 204
+    assert wires.http.delete(run + "/checkpoints/sampler_weights/b").status_code == 204
+    time.sleep(1.1)
+    assert [one["tinker_path"] for one in wires.http.get(run + "/checkpoints").json()["checkpoints"]] == [whole]
+    wires.post("load_weights", 404, session_id=wires.session, model_seq_id=60, path=kept, optimizer=True)
+
+
+def test_one_tenants_failure_touches_no_other(wires, served):
+    other = Wire(served)
+    other.open()
+    models = wires.model(), other.model()
+    sampler = other.sampler(models[1], 1)
+    asked = other.ask_sample(sampler, 0, [4, 5], seed=1)
+    broken = Datum(ModelInput.from_ints([4, 5]), {"target_tokens": [5, 6], "logprobs": [-np.inf, -1.0], "advantages": [1.0, 1.0]})
+    failed = wires.wait(wires.ask(models[0], 1, [broken], "importance_sampling"))
+    assert failed["category"] == "user"
+    cancelled = other.ask_sample(sampler, 1, [4, 5], max_tokens=200)
+    other.post("cancel_future", 204, request_id=cancelled["request_id"])
+    wires.post(f"sessions/{wires.session}/finish", 204, reason={"type": "errored"})
+    wires.post("optim_step", 410, model_id=models[0], seq_id=2, adam_params={})
+    assert len(other.wait(asked, "SampleResponse").sequences) == 1
+    rows, _ = other.output(other.ask(models[1], 2, rewarded(), "importance_sampling"))
+    assert len(rows) == 4 and other.wait(other.step(models[1], 3))["metrics"]["grad_norm"] > 0
+
+
+def test_settings_that_would_open_the_door_are_refused():
+    from rl.errors import UserError
+    from rl.serve import ServedBase, ServeSettings
+
+    bases = (ServedBase.parse("Qwen/Qwen3-0.6B=tiny:chat,/tokenizer"),)
+    assert bases[0] == ServedBase("Qwen/Qwen3-0.6B", "tiny:chat", "/tokenizer")
+    wrong = (({"host": "0.0.0.0"}, "keys"), ({"keys": ("short",)}, "16"), ({"tls_cert": "a"}, "--tls-key"), ({"bases": ()}, "base-model"))
+    for fields, said in wrong:
+        with pytest.raises(UserError, match=said):
+            ServeSettings(**{"bases": bases, "output_dir": "x", **fields})

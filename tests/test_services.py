@@ -1,0 +1,78 @@
+"""Several services in one script, on one process as on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import two_services
+
+from rl import ServiceClient
+from rl.clients.driver import Crew, Driver
+from rl.clients.worker import WorkerSettings
+from rl.errors import UserError
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def test_services_live_side_by_side_and_after_one_another(tmp_path):
+    two_services.main(tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["first"] == found["again"] == found["again, with another beside it"]
+    assert found["beside"] == found["beside, alone"] != found["first"]
+
+
+def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
+    with ServiceClient(output_dir=tmp_path) as open_one:
+        service = ServiceClient(output_dir=tmp_path)
+        client = service.create_full_training_client("tiny:addition").result()
+        service.close("errored", "on purpose").result()
+        service.close()
+        with pytest.raises(RuntimeError, match="the service is closed"):
+            client.forward_backward([], "ppo")
+        open_one.create_full_training_client("tiny:addition").result()  # the other one does not mind
+        with pytest.raises(UserError, match="'success', 'errored' or 'interrupted', got 'fine'"):
+            open_one.close("fine")
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_every_service_of_a_script(tmp_path):
+    """The second ServiceClient waited for ever for ranks that served the first."""
+    script = [str(REPO / "tests" / "two_services.py"), str(tmp_path / "two")]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml")]
+    command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads((tmp_path / "two" / "result.json").read_text())
+    (tmp_path / "one").mkdir()
+    two_services.main(tmp_path / "one")
+    one = json.loads((tmp_path / "one" / "result.json").read_text())
+    for name, (norm, world, tokens) in two.items():
+        assert world == 2 and tokens == one[name][2], name
+        np.testing.assert_allclose(norm, one[name][0], rtol=1e-5)
+
+
+def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
+    """From another thread, in the moment between the last service's leaving and the end of the thread that both would share."""
+    made: list[Driver] = []
+    newcomer = threading.Thread(target=lambda: made.append(Driver(WorkerSettings())))
+    end = Crew.end
+
+    def interrupted(self, timeout=60.0):
+        if newcomer.ident is None:
+            newcomer.start()
+            newcomer.join(1.0)  # as far as it gets
+        end(self, timeout)
+
+    monkeypatch.setattr(Crew, "_at_work", None)
+    first = Driver(WorkerSettings())
+    monkeypatch.setattr(Crew, "end", interrupted)
+    first.close()
+    newcomer.join(60.0)
+    monkeypatch.setattr(Crew, "end", end)
+    assert made and not made[0].closed
+    made[0].close()

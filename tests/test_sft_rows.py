@@ -1,0 +1,152 @@
+"""What a stage makes of any file: lengths, held-out sets, stops, flags; and what SFT learns and measures."""
+
+import json
+import logging
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from helpers import call, make_worker
+from test_any_file import contents, sums, write
+from whole_runs import train
+
+from rl.data import Limits, RowCheck, good_rows, load_problems
+from rl.episodes import supervised_datum
+from rl.errors import UserError
+from rl.methods import METHODS
+from rl.methods.sft import Sft, SftOptions, SftSettings, response_datum
+from rl.models.load import load_skeleton
+from rl.renderers import StopsAt, get_renderer
+from rl.run.sources import held_out_problems, training_problems
+from rl.settings import AnswerDataSettings, DataSettings, RunSettings, SettingsError, override
+from rl.settings.cli import read
+from rl.types import Problem
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_skeleton("tiny:addition", tokenizer=None).tokenizer
+
+
+def test_a_folder_without_a_test_split_holds_out_its_last_tenth(tmp_path):
+    write(tmp_path / "d" / "part-1.jsonl", sums(20))
+    write(tmp_path / "d" / "part-2.jsonl", sums(20, 40))
+    rows, held_out = training_problems(DataSettings(dataset=str(tmp_path / "d")), True)
+    assert (len(rows), len(held_out)) == (36, 4)
+    assert not set(contents(rows)) & set(contents(held_out))
+
+
+def test_several_held_out_sets_keep_their_names(tmp_path):
+    files = {name: str(write(tmp_path / f"{name}.jsonl", sums(n))) for name, n in (("main", 40), ("easy", 3), ("hard", 5))}
+    data = DataSettings(dataset=files["main"], eval_dataset=files["easy"], more_eval_datasets=(files["hard"],))
+    assert Counter(p.tag for p in held_out_problems(data)) == {"easy": 3, "hard": 5}
+    assert Counter(p.tag for p in training_problems(data, True)[1]) == {"easy": 3, "hard": 5}
+
+
+def check(renderer, sampled=0, reads=("response",), **limits):
+    return RowCheck({"max_context": 200}, renderer, "rows", reads, sampled, limits=Limits(**limits))
+
+
+def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokenizer):
+    plain = get_renderer("plain", tokenizer)
+    rows = [{"prompt": "1" * n + "=", "completion": "2" * m} for n, m in ((3, 2), (30, 2), (3, 30))]
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
+    with caplog.at_level(logging.WARNING):
+        left = good_rows(problems, check(plain, max_prompt_tokens=10, max_row_tokens=20), "error")
+    assert contents(left) == ["111="] and "2 bad rows beside 1 good" in caplog.text
+    assert "rows.jsonl line 2" in caplog.text and "rows.jsonl line 3" in caplog.text
+    with pytest.raises(UserError, match=r"line 2.*prompt of 31 tokens, more than max_prompt_tokens 10.*--on-too-long"):
+        good_rows(problems, check(plain, max_prompt_tokens=10, on_too_long="error"), "error")
+    cut = good_rows(problems, check(plain, max_prompt_tokens=10, max_row_tokens=20, on_too_long="cut"), "error")
+    assert contents(cut) == ["111=", "1" * 9 + "=", "111="] and [p.index for p in cut] == [0, 1, 2]
+    settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
+    datum = Sft(settings).datums([cut[2]], plain, None, 0)[0]
+    whole = response_datum(cut[2], plain)
+    assert datum.model_input.to_ints() == whole.model_input.to_ints()[:19] and datum.loss_fn_inputs["weights"].array.sum() == 16
+    asks = good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")  # sampled: room for max_tokens
+    assert contents(asks) == ["111=", "111="]
+
+
+def test_the_models_context_is_as_on_bad_row_says(tmp_path, tokenizer):
+    plain = get_renderer("plain", tokenizer)
+    rows = [{"prompt": "1=", "completion": "2"}, {"prompt": "1" * 300, "completion": "2"}]
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
+    with pytest.raises(UserError, match="does not fit"):
+        good_rows(problems, check(plain), "error")
+    assert len(good_rows(problems, check(plain), "skip")) == 1
+    assert len(good_rows(problems, check(plain, on_too_long="skip"), "error")) == 1
+
+
+def test_flags_with_dots_reach_the_template_and_evaluate_takes_data_flags(tmp_path):
+    words = ["grpo", "--template.enable_thinking", "false", "--template.x", "1", "--stop", "\n"]
+    run = read(words, METHODS, tmp_path / "no.yaml", RunSettings)
+    settings = run.stages[0].settings
+    assert settings.data.template == (("enable_thinking", "false"), ("x", "1")) and settings.sampling.stop == ("\n",)
+    data, sampling = override((settings.data, settings.sampling), ["--prompt-column", "q", "--stop", "a", "b", "--template.y", "2"])
+    assert (data.prompt_column, sampling.stop, data.template) == ("q", ("a", "b"), (("y", "2"),))
+    with pytest.raises(SettingsError, match="did you mean --prompt-column"):
+        override((data, sampling), ["--prompt-colum", "q"])
+
+
+def test_stop_strings_end_an_answer_before_them(tokenizer):
+    renderer = StopsAt(get_renderer("plain", tokenizer), ["3", "+"])
+    tokens = tokenizer.encode("124+53", add_special_tokens=False)
+    assert renderer.parse_response(tokens) == ({"role": "assistant", "content": "124"}, True)
+    assert renderer.parse_response(tokens[:2]) == ({"role": "assistant", "content": "12"}, False)
+    assert renderer.get_stop_sequences()[-2:] == ["3", "+"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ SFT
+
+
+def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
+    plain = get_renderer("plain", tokenizer)
+    talk = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="})
+    row = Problem(talk, {}, "4")
+    weights = {}
+    for how in ("all_assistant", "last_assistant"):
+        (datum,) = Sft(SftSettings(sft=SftOptions(train_on=how))).datums([row], plain, None, 0)
+        weights[how] = datum.loss_fn_inputs["weights"].array
+    assert SftSettings().sft.train_on == "all_assistant"
+    assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)  # "2", "4" and the end mark of each
+    text = Sft(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
+    assert text.loss_fn_inputs["weights"].array.sum() == 5  # four of five characters follow one, and EOS
+    said = Sft(SftSettings()).remark([row], plain)
+    assert "every message of the assistant" in said and f"{4 / 11:.1%}" in said
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_token_accuracy_is_that_of_the_plain_logits(fused):
+    worker = make_worker(fused=fused)
+    rng = np.random.default_rng(0)
+    datums = [supervised_datum(rng.integers(0, 14, n).tolist(), (rng.random(n) < 0.6).astype(np.float32)) for n in (4, 9, 6, 12)]
+    _, sums_ = call(worker, "forward_backward", 0, datums, "cross_entropy", {"token_accuracy": 1.0}, 1.0, False)
+    model = worker.learners[0].model
+    right = tokens = loss = 0.0
+    for datum in datums:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0].double()
+        targets, weights = datum.loss_fn_inputs["target_tokens"].array, datum.loss_fn_inputs["weights"].array
+        for t in np.flatnonzero(weights):
+            right += int(logits[t].argmax()) == targets[t]
+            loss -= float(logits[t].log_softmax(-1)[targets[t]])
+            tokens += 1
+    assert sums_["likeliest:sum"] == right and sums_["weights:sum"] == tokens and 0 < right < tokens
+    assert sums_["loss:sum"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_sft_without_a_reward_measures_held_out_rows_keeps_the_best_and_counts_epochs(tmp_path):
+    rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(10, 60)]
+    rows[7]["completion"] = "1" * 40  # left out, and no part of an epoch
+    path = write(tmp_path / "rows.jsonl", rows)
+    words = f"sft --dataset {path} --epochs 2 --batch-size 8 --eval-every 3 --learning-rate 3e-3 --max-row-tokens 20"
+    log = train(words, tmp_path / "run")
+    assert log[-1]["step"] == math.ceil(2 * 44 / 8) == 11
+    losses = {row["step"]: row["test/loss"] for row in log if "test/loss" in row}
+    assert losses.keys() == {0, 3, 6, 9, 11} and losses[11] < losses[0] and all(0 <= row.get("test/token_accuracy", 0) <= 1 for row in log)
+    saved = [json.loads(line) for line in (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()]
+    best = [row for row in saved if row["kind"] == "best"]
+    assert best[-1]["metric"] == "test/loss" and best[-1]["value"] == min(losses[step] for step in losses if step)

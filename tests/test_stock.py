@@ -1,0 +1,72 @@
+"""What a run's folder is known by: the order of its checkpoints, and the data that they were trained on."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from rl.data import ProblemSet
+from rl.run.identity import fingerprint
+from rl.run.inventory import StageSteps, take_stock
+from rl.run.keeper import Keeper
+from rl.types import Problem
+
+
+def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
+    """Whatever the stages are called; at one step the best weights, then the checkpoint, then the stage's end."""
+    stages = [StageSteps("z", 0, 4), StageSteps("a", 5, 1_200_000)]
+    names = ["z-000002", "z-000004", "z-final", "a-000006", "a-999999", "a-1000000", "a-final"]
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "sampler_weights" / "z-best-000004").mkdir(parents=True)
+    found = [row["name"] for row in take_stock(tmp_path, stages)]
+    assert found == ["z-000002", "z-best-000004", "z-000004", "z-final", *names[3:]]
+
+
+def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
+    rows = [Problem([{"role": "user", "content": f"{i}+1="}], response=str(i + 1), rejected="7", meta={"answer": i + 1}) for i in range(5)]
+    known = fingerprint(ProblemSet(rows))
+    assert fingerprint(ProblemSet(list(rows))) == known
+    changes = {"messages": [{"role": "user", "content": "3+1=?"}], "response": "5", "rejected": "8", "meta": {"answer": 9}}
+    for name, value in changes.items():
+        changed = [*rows[:3], replace(rows[3], **{name: value}), rows[4]]
+        assert fingerprint(ProblemSet(changed)) != known, name
+    assert fingerprint(ProblemSet(rows[:4])) != known and fingerprint(ProblemSet(rows[::-1])) != known
+
+
+class Book:
+    """A logbook's list of checkpoints."""
+
+    def __init__(self, folder):
+        self.folder, self.rows = folder, []
+
+    def checkpoints(self):
+        return list(self.rows)
+
+    def checkpoint(self, row):
+        self.rows.append(row)
+
+    def forget_checkpoint(self, name):
+        self.rows = [row for row in self.rows if row["name"] != name]
+
+    def sync(self):
+        pass
+
+
+def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
+    """Those that were beaten go with the next checkpoint, those of earlier stages stay."""
+
+    def written(kind):
+        def write(name, **_):
+            (tmp_path / kind / name).mkdir(parents=True)
+            return SimpleNamespace(result=lambda: SimpleNamespace(path=str(tmp_path / kind / name)))
+
+        return write
+
+    keeper = Keeper(Book(tmp_path))
+    policy = SimpleNamespace(save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights"))
+    for stage, first in (("a", 1), ("b", 3)):
+        for step, value in ((first, 0.5), (first + 1, 0.6)):
+            keeper.best(policy, step, stage, "test/env/all/correct", value)
+        keeper.save(policy, first + 1, stage, {}, keep_last=2, last=True)
+    kept = ["a-best-000002", "b-best-000004"]
+    assert sorted(path.name for path in (tmp_path / "sampler_weights").iterdir()) == kept
+    assert [row["name"] for row in keeper.logbook.rows if row["kind"] == "best"] == kept

@@ -1,0 +1,224 @@
+"""Each datum is scored at the temperature its sample was drawn at: several at one version, mixed batches, after a resume."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import random_datums
+
+from rl import ServiceClient
+from rl.clients import drawn
+from rl.clients.drawn import DrawnSamples
+from rl.episodes import Trajectory
+from rl.episodes.datums import trajectory_to_datums
+from rl.episodes.episode import Transition
+from rl.losses.losses import LOSSES
+from rl.types import AdamParams, Datum, ModelInput, PromptProvenanceSpan, SampledProvenanceSpan, SampledSequence, SamplingParams
+
+PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
+TEMPERATURES = (1.0, 0.7, 0.4)
+KEEP = AdamParams(learning_rate=0.0)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=3) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service):
+    client = service.create_full_training_client("tiny:addition", seed=2)
+    client.forward_backward(random_datums(8, seed=1), "importance_sampling", divisor=10.0)
+    client.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()  # not at its flat beginning
+    yield client
+    client.release()
+
+
+def draw(sampler, temperature, count=3):
+    params = SamplingParams(max_tokens=6, temperature=temperature, stop=[])
+    return sampler.sample(PROMPT, count, params).result().sequences
+
+
+def plain_datum(sequence, advantage=1.0):
+    """As a script builds it, knowing of no temperature."""
+    tokens, zeros = PROMPT.to_ints() + sequence.tokens, [0.0] * (PROMPT.length - 1)
+    fields = {"target_tokens": tokens[1:], "logprobs": zeros + sequence.logprobs, "advantages": zeros + [advantage] * len(sequence.tokens)}
+    return Datum(ModelInput.from_ints(tokens[:-1]), fields)
+
+
+def worst(output, datums):
+    actions = [d.loss_fn_inputs["advantages"].array != 0 for d in datums]
+    pairs = zip(output.loss_fn_outputs, datums, actions, strict=True)
+    return max(np.abs(o["logprobs"].array - d.loss_fn_inputs["logprobs"].array)[a].max() for o, d, a in pairs)
+
+
+def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(client):
+    """The script of everybody who does both; it was an error."""
+    sampler = client.save_weights_and_get_sampling_client()
+    training = [plain_datum(s) for s in draw(sampler, 0.7)]
+    draw(sampler, 1.0)  # an evaluation beside it
+    output = client.forward(training, "importance_sampling").result()
+    assert worst(output, training) < 1e-5 and output.metrics["temperature:mean"] == 0.7
+    assert worst(client.forward(training, "importance_sampling", {"temperature": 1.0}).result(), training) > 0.01  # an override
+
+
+def test_greedy_samples_are_scored_as_their_logprobs_are(client):
+    """At 1: there is no distribution at 0. Beside samples that were drawn, and remembered or said."""
+    sampler = client.save_weights_and_get_sampling_client()
+    greedy, drawn = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
+    datums = [plain_datum(s) for s in (*drawn, *greedy)]
+    said = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
+    assert worst(client.forward([*datums, said], "importance_sampling").result(), [*datums, said]) < 1e-5
+
+
+@pytest.mark.parametrize("name", [n for n, spec in LOSSES.items() if spec.as_sampled and not spec.masked])
+def test_a_batch_may_mix_them(client, name):
+    """Scores and gradients are those of each part alone at its own temperature."""
+    sampler = client.save_weights_and_get_sampling_client()
+    parts = {t: [plain_datum(s, (-1.0) ** i) for i, s in enumerate(draw(sampler, t))] for t in TEMPERATURES}
+    mixed = [datum for trio in zip(*parts.values(), strict=True) for datum in trio]
+    together = client.forward_backward(mixed, name).result()
+    norm_together = client.optim_step(KEEP).result().metrics["grad_norm"]
+    assert worst(together, mixed) < 1e-5 and together.metrics["temperature:mean"] == pytest.approx(np.mean(TEMPERATURES))
+    losses = []
+    for temperature, datums in parts.items():
+        losses.append(client.forward_backward(datums, name, {"temperature": temperature}).result().metrics["loss:sum"])
+    assert client.optim_step(KEEP).result().metrics["grad_norm"] == pytest.approx(norm_together, rel=1e-5)
+    assert together.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5)
+
+
+def test_a_custom_loss_sees_each_datum_as_it_was_drawn(client):
+    sampler = client.save_weights_and_get_sampling_client()
+    mixed = [plain_datum(draw(sampler, t, 1)[0]) for t in TEMPERATURES]
+    seen = []
+    client.forward_backward_custom(mixed, lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {})).result()
+    client.optim_step(KEEP).result()
+    for datum, found in zip(mixed, seen, strict=True):
+        actions = datum.loss_fn_inputs["advantages"].array != 0
+        np.testing.assert_allclose(found.detach().numpy()[actions], datum.loss_fn_inputs["logprobs"].array[actions], atol=1e-5)
+
+
+def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
+    sampler = client.save_weights_and_get_sampling_client()
+    for temperature in (1.0, 0.7):
+        draw(sampler, temperature)
+    unknown = random_datums(1)[0]
+    with pytest.raises(ValueError, match=r"temperatures \[1.0, 0.7\], and a datum is none of the samples.*Datum\(..., temperature=...\)"):
+        client.forward([unknown], "ppo").result()
+    said = Datum(unknown.model_input, unknown.loss_fn_inputs, temperature=0.7)
+    expected = client.forward([unknown], "ppo", {"temperature": 0.7}).result().loss_fn_outputs[0]["logprobs"].array
+    np.testing.assert_array_equal(client.forward([said], "ppo").result().loss_fn_outputs[0]["logprobs"].array, expected)
+
+
+def test_trajectories_carry_it_and_a_change_begins_a_new_datum():
+    def turn(ob, tokens, temperature, done=False):
+        return Transition(ModelInput.from_ints(ob), SampledSequence(tokens, [-1.0] * len(tokens), temperature=temperature), 0.0, done)
+
+    same = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 0.7, True)], advantage=1.0)
+    assert [d.temperature for d in trajectory_to_datums(same)] == [0.7]
+    other = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 1.0, True)], advantage=1.0)
+    found = trajectory_to_datums(other)
+    assert [d.temperature for d in found] == [0.7, 1.0] and sum(d.episode_share for d in found) == 1.0
+
+
+def test_samples_are_told_apart_by_all_of_their_logprobs():
+    """The same tokens with the same sure ending, drawn at two temperatures: the part that differs may be far from the end."""
+    rng, drawn = np.random.default_rng(0), DrawnSamples(limit=200)
+    ending, sequences = [0.0] * 9, []
+    for i in range(100):
+        start = (-3 * rng.random(int(rng.integers(1, 6)))).tolist()
+        tokens = [1] * len(start) + [2] * 9
+        sequences.append(SampledSequence(tokens, start + ending, sequence_id=str(i), temperature=float(rng.choice([0.5, 1.0]))))
+        drawn.note(sequences[-1])
+    for i, one in enumerate(sequences):
+        prompt = int(rng.integers(1, 5))
+        fields = {"target_tokens": [7] * prompt + one.tokens, "logprobs": [0.0] * prompt + one.logprobs}
+        datum = Datum(ModelInput.from_ints([1] * (prompt + len(one.tokens))), fields)
+        assert drawn.temperature_of(datum) == one.temperature
+        spans = [PromptProvenanceSpan(sequence_id=str(i), length=prompt), SampledProvenanceSpan(sequence_id=str(i), length=len(one.tokens))]
+        bare = Datum(datum.model_input, {"target_tokens": fields["target_tokens"]}).with_provenance(spans, spans)
+        assert drawn.temperature_of(bare) == one.temperature
+    for i in range(300):  # the oldest are forgotten, and nothing of them is kept
+        drawn.note(SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0))
+    assert drawn.temperature_of(datum) is None and len(drawn._by_content) == len(drawn._by_id) == 200
+    assert sum(sum(lengths.values()) for lengths in drawn._lengths.values()) == 200
+
+
+def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
+    """The last token of all of them was drawn with the logprob 0, and each has a length of its own."""
+    rng, note = np.random.default_rng(0), DrawnSamples()
+    sequences = []
+    for i in range(300):
+        logprobs = [*(-rng.random(20 + i)).tolist(), 0.0]
+        sequences.append(SampledSequence([1] * len(logprobs), logprobs, sequence_id=str(i), temperature=0.5 + i / 1000))
+        note.note(sequences[-1])
+    read, digest = [], drawn._digest
+    monkeypatch.setattr(drawn, "_digest", lambda tokens, logprobs: read.append(len(tokens)) or digest(tokens, logprobs))
+    for one in sequences[::50]:
+        read.clear()
+        fields = {"target_tokens": [7] * 400 + one.tokens, "logprobs": [0.0] * 400 + one.logprobs}
+        assert note.temperature_of(Datum(ModelInput.from_ints([1] * (400 + len(one.tokens))), fields)) == one.temperature
+        assert sum(read) < len(one.tokens) + 200
+
+
+def test_a_greedy_sample_is_known_by_its_name_as_well():
+    note = DrawnSamples()
+    note.note(SampledSequence([3, 4], [-1.0, -2.0], sequence_id="greedy", temperature=0.0))
+    spans = [PromptProvenanceSpan(sequence_id="greedy", length=1), SampledProvenanceSpan(sequence_id="greedy", length=2)]
+    datum = Datum(ModelInput.from_ints([1, 3, 4]), {"target_tokens": [7, 3, 4]}).with_provenance(spans, spans)
+    assert note.temperature_of(datum) == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 9e-4, -1.0, float("nan"), True])
+def test_a_datum_cannot_say_a_temperature_that_no_sample_has(client, temperature):
+    datum = random_datums(1)[0]
+    with pytest.raises(ValueError, match="datum 0: temperature is 0 .greedy. or at least 0.001"):
+        client.forward([Datum(datum.model_input, datum.loss_fn_inputs, temperature=temperature)], "ppo").result()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order):
+    """An EOS that was certain is a whole sample of another request's; a datum is of the longest sample that it ends in."""
+    tokens, logprobs = [4, 5, 2], [-1.5, -0.25, 0.0]
+    of = {3: 0.5, 2: 0.7, 1: 1.0}  # temperature by length
+    samples = [SampledSequence(tokens[-n:], logprobs[-n:], sequence_id=str(n), temperature=t) for n, t in of.items()]
+    drawn = DrawnSamples()
+    for i in order:
+        drawn.note(samples[i])
+    for n, temperature in of.items():
+        fields = {"target_tokens": [9, 9, 9, *tokens[-n:]], "logprobs": [0.0] * 3 + logprobs[-n:]}
+        assert drawn.temperature_of(Datum(ModelInput.from_ints([1] * (3 + n)), fields)) == temperature
+
+
+@pytest.mark.parametrize("drawn_at", [(0.7,), (0.7, 1.0)])
+def test_it_is_known_after_a_resume(service, client, drawn_at):
+    """Nothing is sampled between: what is scored by default, and what has to ask, is as it was before."""
+    sampler = client.save_weights_and_get_sampling_client()
+    for temperature in drawn_at:
+        draw(sampler, temperature)
+    path = client.save_state(f"drawn-{len(drawn_at)}", overwrite=True).result().path
+    state = json.loads(Path(path, "state.json").read_text())
+    assert state["temperatures"] == list(drawn_at)
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    unknown = random_datums(2, seed=4)
+    if len(drawn_at) == 1:
+        assert resumed.forward(unknown, "ppo").result().metrics["temperature:mean"] == 0.7
+        fresh = service.create_training_client_from_state(path)  # weights alone know of no samples
+        assert fresh.forward(unknown, "ppo").result().metrics["temperature:mean"] == 1.0
+    else:
+        with pytest.raises(ValueError, match=r"temperatures \[0.7, 1.0\]"):
+            resumed.forward(unknown, "ppo").result()
+    again = resumed.save_weights_and_get_sampling_client()  # the same version: one more temperature beside those known
+    draw(again, 0.4)
+    with pytest.raises(ValueError, match=rf"temperatures \[{', '.join(map(str, drawn_at))}, 0.4\]"):
+        resumed.forward(unknown, "ppo").result()
+
+
+def test_truncated_samples_are_still_refused_after_a_resume(service, client):
+    sampler = client.save_weights_and_get_sampling_client()
+    sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2, top_p=0.5)).result()
+    resumed = service.create_training_client_from_state_with_optimizer(client.save_state("cut", overwrite=True).result().path)
+    with pytest.raises(ValueError, match="top_k=-1 and top_p=1"):
+        resumed.forward_backward(random_datums(2), "ppo").result()

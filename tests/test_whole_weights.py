@@ -1,0 +1,208 @@
+"""Weights with tensors missing, renamed or beside are refused by name, wherever they are read; what is tied or computed is not missed."""
+
+import json
+import os
+import random
+import re
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ADAM, call, make_worker, random_datums
+from safetensors.torch import load_file, save_file
+
+from rl.clients.worker import ModelSpec
+from rl.errors import UserError
+from rl.models.load import load_model
+from rl.ranks import checkpoint
+from rl.types import LoraConfig
+
+
+def tiny(kind: str):
+    """A causal model of transformers with random weights: every family whose names or ties differ."""
+    import transformers as t
+
+    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    heads = {"num_key_value_heads": 1}
+    build = {
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, **heads, tie_word_embeddings=False)),
+        "llama tied": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, **heads, tie_word_embeddings=True)),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**small, **heads, head_dim=8, tie_word_embeddings=True)),
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**small, **heads, tie_word_embeddings=False)),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**small, **heads)),
+        "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**small, **heads, head_dim=8)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=32)),
+        "gpt_neox": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**small)),
+        "phi": lambda: t.PhiForCausalLM(t.PhiConfig(**small)),
+        "opt": lambda: t.OPTForCausalLM(t.OPTConfig(vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+                                                    word_embed_proj_dim=16, max_position_embeddings=32)),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return build[kind]()
+
+
+KINDS = ("llama", "llama tied", "qwen3", "qwen2", "mistral", "gemma2", "gpt2", "gpt_neox", "phi", "opt")
+
+
+def damage(folder: Path, change, file: str = "model.safetensors") -> None:
+    path = folder / file
+    save_file(change(load_file(str(path))), str(path), metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
+    tiny(kind).save_pretrained(tmp_path)
+    whole = load_file(str(tmp_path / "model.safetensors"))
+    loaded = load_model(str(tmp_path)).model.state_dict()  # a whole one loads, its ties and buffers as they may be
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items() if name in loaded)
+    names, rng = sorted(whole), random.Random(kind)
+    one = rng.choice(names)
+    prefix = rng.sample(names, len(names) // 2)
+    for lost in ([one], prefix, names[:-1]):
+        damage(tmp_path, lambda tensors, lost=lost: {k: v for k, v in whole.items() if k not in lost})
+        with pytest.raises(UserError, match=r"it lacks \d+ tensor") as error:
+            load_model(str(tmp_path))
+        counted = int(re.search(r"it lacks (\d+)", str(error.value))[1])
+        assert counted in (len(lost), len(lost) + 1)  # of a tied pair that is stored as one, both are missing
+        assert len(lost) > 1 or one.split(".")[-2] in str(error.value)
+    damage(tmp_path, lambda tensors: {f"x.{k}": v for k, v in whole.items()})
+    with pytest.raises(UserError, match=r"it lacks \d+ tensors .*; it has \d+ tensors \(x\."):
+        load_model(str(tmp_path))
+    damage(tmp_path, lambda tensors: {**whole, "score.weight": torch.zeros(2, 16)})
+    with pytest.raises(UserError, match=r"it has 1 tensor \(score.weight\), which would be left out"):
+        load_model(str(tmp_path))
+    damage(tmp_path, lambda tensors: {**whole, one: torch.zeros(3)})
+    with pytest.raises(UserError, match="do not fit its config"):
+        load_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged or cut off"):
+        load_model(str(tmp_path))
+
+
+def test_a_classifier_is_no_language_model(tmp_path):
+    """Of each it is told what is missing: the head that writes words; and what would be dropped: the one that judges."""
+    import transformers as t
+
+    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    for tied in (False, True):
+        config = t.LlamaConfig(**small, tie_word_embeddings=tied, pad_token_id=0)
+        t.LlamaForSequenceClassification(config).save_pretrained(tmp_path / str(tied))
+        with pytest.raises(UserError, match="score.weight") as error:
+            load_model(str(tmp_path / str(tied)))
+        assert ("lm_head.weight" in str(error.value)) != tied
+    t.LlamaModel(t.LlamaConfig(**small, tie_word_embeddings=False)).save_pretrained(tmp_path / "trunk")
+    with pytest.raises(UserError, match="lm_head.weight"):
+        load_model(str(tmp_path / "trunk"))
+
+
+def test_buffers_that_old_versions_wrote_are_not_missed(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path)
+    buffers = {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32), "transformer.h.1.attn.masked_bias": torch.zeros(1)}
+    damage(tmp_path, lambda t: {**t, **buffers})
+    load_model(str(tmp_path))
+    tiny("llama").save_pretrained(tmp_path / "llama")
+    damage(tmp_path / "llama", lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    load_model(str(tmp_path / "llama"))
+
+
+# ------------------------------------------------------------------------------------------------- what we saved ourselves
+
+HOW = {
+    "full": {},
+    "lora": {"lora": LoraConfig(4, 0)},
+    "head": {"value_head": True},
+    "lora and head": {"lora": LoraConfig(4, 0), "value_head": True},
+}
+FORGERIES = {
+    "one": lambda t: dict(sorted(t.items())[1:]),
+    "half": lambda t: dict(sorted(t.items())[::2]),
+    "renamed": lambda t: {f"x{k}": v for k, v in t.items()},
+    "beside": lambda t: {**t, "another.weight": torch.zeros(2)},
+    "shape": lambda t: {**t, max(t): torch.zeros(5)},
+}
+
+
+def forge(folder: Path, file: str, change) -> None:
+    """Changes a file of a checkpoint and makes the manifest fit again: only the tensors' names can tell."""
+    damage(folder, change, file)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = {"bytes": (folder / file).stat().st_size, "sha256": checkpoint._checksum(folder / file)}
+    manifest["files"][file] = entry
+    manifest.pop("sha256", None)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint.verify(folder)
+
+
+def saved(folder: Path, how: str):
+    worker = make_worker(**HOW[how])
+    worker.forward_backward(0, random_datums(3), "ppo", {"temperature": 1.0}, 1.0, True)
+    worker.optim_step(0, ADAM)
+    call(worker, "save_state", 0, str(folder / "state"), {}, None)
+    call(worker, "save_for_sampler", 0, str(folder / "weights"), False, None, "head" in how)
+    return worker
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(how, tmp_path):
+    worker = saved(tmp_path, how)
+    spec = ModelSpec("tiny:addition", seed=1, **HOW[how])
+    weights = "model/adapter_model.safetensors" if "lora" in how else "model/model.safetensors"
+    files = {weights: "weights", "optimizer.safetensors": "optimizer", **({"value_head.safetensors": "head"} if "head" in how else {})}
+    state = tmp_path / "state"
+    worker.create_model(1, spec, str(state), True)  # as it was saved, it goes on
+    for file in files:
+        whole = (state / file).read_bytes()
+        for name, change in FORGERIES.items():
+            forge(state, file, change)
+            with pytest.raises(UserError, match=r"lacks \d|would be left out|has the shape|do not fit") as error:
+                worker.create_model(2, spec, str(state), True)
+            assert str(tmp_path) in str(error.value), name
+            (state / file).write_bytes(whole)
+        forge(state, file, lambda t: t)
+    sampled = weights if how == "head" or how == "lora and head" else weights.removeprefix("model/")
+    for name, change in FORGERIES.items():
+        whole = (tmp_path / "weights" / sampled).read_bytes()
+        forge(tmp_path / "weights", sampled, change)
+        with pytest.raises(UserError, match=r"lacks \d|would be left out|do not fit"):
+            worker.load_sampler(1, str(tmp_path / "weights"), None)
+        (tmp_path / "weights" / sampled).write_bytes(whole)
+        assert name
+    forge(tmp_path / "weights", sampled, lambda t: t)
+    worker.load_sampler(1, str(tmp_path / "weights"), None)
+
+
+def test_an_adapter_folder_of_somebody_else_is_looked_at_too(tmp_path):
+    saved(tmp_path, "lora")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for path in (tmp_path / "weights").iterdir():
+        if path.name not in ("state.json", "manifest.json"):
+            (plain / path.name).write_bytes(path.read_bytes())
+    worker = make_worker()
+    worker.load_sampler(1, str(plain), "tiny:addition")
+    whole = (plain / "adapter_model.safetensors").read_bytes()
+    for change in FORGERIES.values():
+        damage(plain, change, "adapter_model.safetensors")
+        with pytest.raises(UserError, match=re.escape(str(plain))):
+            worker.load_sampler(2, str(plain), "tiny:addition")
+        (plain / "adapter_model.safetensors").write_bytes(whole)
+    (plain / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="adapter's weights are missing"):
+        worker.load_sampler(2, str(plain), "tiny:addition")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        saved(tmp_path, "lora and head")
+        plain = tmp_path / "plain"
+        plain.touch()
+    finally:
+        os.umask(before)
+    wanted = stat.S_IMODE(plain.stat().st_mode)
+    assert wanted == 0o666 & ~umask
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {wanted}
