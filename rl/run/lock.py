@@ -226,10 +226,17 @@ class RunLock:
             there = self._owner()
             if there is None or there.get("nonce") != owner.get("nonce"):
                 return False
-            os.replace(taking, self.path)
-            return True
+            with contextlib.suppress(FileNotFoundError):  # we slept for so long that another took our turn, or even put our place in
+                os.replace(taking, self.path)
+            now = self._owner()
+            return now is not None and now.get("nonce") == self._me["nonce"]
         finally:
-            with contextlib.suppress(OSError):
+            self._take_back(taking)
+
+    def _take_back(self, taking: Path) -> None:
+        """Ends our turn to replace a lock, and nobody else's."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if json.loads(taking.read_bytes()).get("nonce") == self._me["nonce"]:
                 taking.unlink()
 
     def _refusal(self, owner: Mapping[str, Any], age: float) -> str:

@@ -24,6 +24,7 @@ from rl.images import reader_of
 from rl.layers import describe, noted
 from rl.sampler.lengths import length_switch
 from rl.sampler.precision import LOW, widen_
+from rl.sampler.time_steps import limit_time_steps_
 from rl.types import PlacedImage
 
 PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
@@ -69,6 +70,7 @@ class HFForward:
         self.experts: np.ndarray | None = None  # of the last forward where they are noted, int16 [batch, positions, B * K]
         if self.dtype in LOW:
             widen_(model)
+        limit_time_steps_(model)
 
     def new_cache(self) -> Any:
         """An empty cache with the kinds of layers that the model has."""
