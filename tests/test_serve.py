@@ -1,5 +1,7 @@
 """The server by its wire: the same as the clients in this process, in order, once, and each tenant for himself."""
 
+import asyncio
+import gc
 import shutil
 import threading
 import time
@@ -12,6 +14,7 @@ from rl.clients import ServiceClient, WorkerSettings
 from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.serve import wire
+from rl.serve.promises import Promise
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
@@ -402,3 +405,22 @@ def test_settings_that_would_open_the_door_are_refused():
     for fields, said in wrong:
         with pytest.raises(UserError, match=said):
             ServeSettings(**{"bases": bases, "output_dir": "x", **fields})
+
+
+def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
+    """However often it was asked for: asyncio complains of every future that ends in an error and is never looked at."""
+    complaints = []
+
+    async def asked_twice():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        promise = Promise("one", "owner", "sample")
+        asked = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        promise.done.set_exception(ValueError("told"))
+        assert await asyncio.gather(*asked) == [True, True]
+        del promise, asked
+        gc.collect()
+
+    asyncio.run(asked_twice())
+    gc.collect()
+    assert complaints == []
