@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-WORDS = """train.py grpo --base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 2 --group-size 2 --temperature 1
+WORDS = """train.py grpo --base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --group-size 4 --temperature 1
     --reward bench/soak.py:right --curriculum success --eval-every 500 --eval-limit 16 --save-every 500 --rollouts-every 100
     --quiet""".split()
+# Sixteen samples a step: the 65,536 whose temperatures a service remembers (rl.clients.drawn) are there before the second quarter begins.
 LOOKS = 40
 # How much more the last quarter may hold than the second: a checkpoint is written now and then, and allocators keep what they freed.
 SLACK = {"rss_mib": 1.05, "workers_rss_mib": 1.10, "descriptors": 1.0, "threads": 1.0, "processes": 1.0, "cpu_ms_per_step": 1.5}
