@@ -132,7 +132,7 @@ class Ranks:
     def start(self, *words: str | Path, cwd: Path, world: int = 1, script: str = TRAIN, **env: str) -> Launch:
         self.runs += 1
         log = cwd / f"log-{self.runs}"
-        if world > 1 and "ACCELERATE_USE_DEEPSPEED" not in env:
+        if world > 1 and not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys():
             env["ACCELERATE_USE_CPU"] = "true"
         order = {"argv": [script, *map(str, words)], "cwd": str(cwd), "world": world, "env": env, "log": str(log)}
         return Launch(self, self.ask(order)["pids"], log)

@@ -49,7 +49,8 @@ def main() -> None:
     base, out, kind = sys.argv[1:4]
     service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=120))
     client = service.create_lora_training_client(base, rank=3, seed=5) if kind == "lora" else service.create_full_training_client(base)
-    measured = json.loads((Path(out) / "rank-0.json").read_text())
+    wrapped = client.info["wrapped"]  # waits until the model is made
+    measured = json.loads((Path(out) / "rank-0.json").read_text())  # of this model: the resumed one below is measured as well
 
     def logprobs(of) -> list[list[float]]:
         found = of.forward(random_datums(4, seed=9, vocabulary=60), "importance_sampling", {}).result()
@@ -61,7 +62,7 @@ def main() -> None:
     then = logprobs(client)
     path = client.save_state("one").result().path
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    found = {"first": first, "norm": norm, "then": then, "resumed": logprobs(resumed), "wrapped": client.info["wrapped"]}
+    found = {"first": first, "norm": norm, "then": then, "resumed": logprobs(resumed), "wrapped": wrapped}
     (Path(out) / "found.json").write_text(json.dumps({**found, **measured}))
 
 

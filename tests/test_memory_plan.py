@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from rl.memory.plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, plan
 from rl.memory.step import micro_batch, sampled_at_once
@@ -249,6 +251,40 @@ def test_the_trace_finds_what_is_known(tmp_path):
     assert skeleton.held(large, Arithmetic(checkpointing=True)).total < 0.8 * skeleton.held(large, Arithmetic()).total
     casts = skeleton.held(batch, Arithmetic(autocast=True)).casts
     assert casts == 2 * 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536)  # the layers' matrices; the head's cast is gone by then
+
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+DEEP = {
+    "qwen3": {**SIZES, "num_hidden_layers": 9},
+    "gemma3_text": {**SIZES, "num_hidden_layers": 20, "sliding_window": 16},  # six in turn, and a rest of two
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_head": 4, "n_layer": 9},
+    "deepseek_v3": {**SIZES, "num_hidden_layers": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8,
+                    "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
+    "falcon_h1": {**SIZES, "num_hidden_layers": 7, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+}  # fmt: skip
+RUNS = {
+    "plain": Arithmetic(),
+    "autocast": Arithmetic(autocast=True, low_base=True),
+    "checkpointing": Arithmetic(autocast=True, checkpointing=True),
+    "whole logits": Arithmetic(fused=False),
+    "sharded": Arithmetic(dtype=torch.bfloat16, keeps_gradients=False),
+}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(2)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_deep_model_is_worked_out_from_short_ones(kind, lora, tmp_path):
+    """To the byte what the whole depth holds, wherever the peak is: few tokens (at the backward's end) and many (at its beginning)."""
+    AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)
+    skeleton, whole = Skeleton(str(tmp_path), None, lora), Skeleton(str(tmp_path), None, lora)
+    assert skeleton._rhythm[0] > skeleton._rhythm[2] + 3 * skeleton._rhythm[1]
+    whole._rhythm = (0, 1, 0)
+    for name, how in RUNS.items():
+        if how.checkpointing and kind == "falcon_h1":
+            continue
+        for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
+            assert skeleton.held(batch, how) == whole.held(batch, how), (name, batch)
 
 
 def train(*words: object, env: dict | None = None) -> subprocess.CompletedProcess:

@@ -13,10 +13,15 @@ from sampler_population import build
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl.errors import UserError
-from rl.models import load_unread
+from rl.learner.backend_shared import first_layers
+from rl.learner.logprobs import LogprobHead
+from rl.learner.probe import find_faults
+from rl.models import add_lora, load_model, load_unread
 from rl.models.stored import Lazy, in_folder, shape_of
+from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
+LAYOUTS = ["padded", "packed", "shared"]
 KINDS = ["gpt2", "llama", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3", "falcon_h1", "opt", "bloom", "gpt_oss", "lfm2", "mamba"]
 
 
@@ -37,7 +42,50 @@ def test_tensors_read_one_by_one_are_those_of_a_whole_load(kind, tmp_path):
     assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path):
+def test_a_model_that_sees_stays_in_its_files_too(tmp_path):
+    load_model("tiny:vision", seed=3).model.save_pretrained(str(tmp_path))
+    whole, loaded = load_model(str(tmp_path)), load_unread(str(tmp_path))
+    assert loaded is not None and loaded.stored is not None and type(loaded.model) is type(whole.model)
+    unread = loaded.stored.under(loaded.model)
+    assert all(torch.equal(unread.whole(name), p) for name, p in whole.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "mamba", "gpt_neo"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_first_layers_tell_what_the_whole_model_does(kind, lora, tmp_path):
+    """The trial of a sharded model: the same layouts and the same output head as where all weights are read."""
+    build(kind).save_pretrained(str(tmp_path))
+    whole, loaded = load_model(str(tmp_path)), load_unread(str(tmp_path))
+    if lora and kind != "mamba":
+        whole, loaded = (add_lora(one, LoraConfig(rank=2, seed=1)) for one in (whole, loaded))
+    trial = first_layers(loaded.model, loaded.stored.under(loaded.model))
+    assert find_faults(trial, LAYOUTS) == find_faults(whole.model, LAYOUTS)
+    assert LogprobHead(trial).fused == LogprobHead(whole.model).fused
+    assert all(p.dtype == torch.float32 for p in loaded.model.parameters())
+
+
+def test_a_hub_name_is_brought_to_the_cache_and_read_from_there(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    commit, at = "0" * 40, tmp_path / "models--owner--small"
+    model = build("llama")
+    model.save_pretrained(str(at / "snapshots" / commit), max_shard_size="20KB")
+    (at / "refs").mkdir()
+    (at / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    loaded = load_unread("owner/small")
+    assert loaded is not None and loaded.stored is not None
+    unread = loaded.stored.under(loaded.model)
+    assert all(torch.equal(unread.whole(name), p) for name, p in model.named_parameters())
+    (at / "snapshots" / commit / "model.safetensors.index.json").unlink()
+    assert load_unread("owner/small") is None  # load_model says what is missing
+
+
+def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert load_unread("tiny:addition") is None and load_unread("owner/model") is None
     model = build("llama", tie_word_embeddings=False)
     model.save_pretrained(str(tmp_path / "bare"))
@@ -87,14 +135,13 @@ def found(config: str | None, model: str, kind: str, out: Path, root: Path = REP
         command += ["-m", "accelerate.commands.launch", "--config_file", str(root / f"accelerate_configs/{config}.yaml")]
         command += ["--num_processes", "2", "--main_process_port", "0"]
     command += [str(REPO / "tests" / "sharded_loading_case.py"), model, str(out), kind]
-    env = {**os.environ, "WHETSTONE_READ_IN_PARTS": "1", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out / "found.json").read_text()), [json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))]
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(run=False, reason="reading in parts is off by default (WHETSTONE_READ_IN_PARTS): on two ranks it does not train yet")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc")
 def test_no_rank_holds_more_than_its_share_and_results_are_those_of_one_process(model, tmp_path):
     folder, size, largest = model

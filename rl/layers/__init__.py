@@ -1,6 +1,6 @@
 """What a model is built of: the kinds of its layers, how far they look, its experts; read from the model itself, and by all rooms alike."""
 
-from rl.layers.describe import Experts, Layers, cut_, describe, shallow
+from rl.layers.describe import Experts, Layers, cut_, cut_to, describe, rhythm, shallow
 from rl.layers.reach import inner_model, shrunk
 from rl.layers.routing import Replay, given, noted
 
@@ -9,10 +9,12 @@ __all__ = [
     "Layers",
     "Replay",
     "cut_",
+    "cut_to",
     "describe",
     "given",
     "inner_model",
     "noted",
+    "rhythm",
     "shallow",
     "shrunk",
 ]

@@ -116,6 +116,36 @@ def shallow(model: Any) -> Iterator[None]:
             _set(model, found[0], found[1])
 
 
+@contextlib.contextmanager
+def cut_to(model: Any, depth: int) -> Iterator[None]:
+    """The model with its first `depth` layers alone. Its layers are one list: see `rhythm`."""
+    found = layer_list(model)
+    assert found is not None
+    _set(model, found[0], nn.ModuleList(found[1][i] for i in range(depth)))
+    try:
+        yield
+    finally:
+        _set(model, found[0], found[1])
+
+
+def rhythm(model: Any) -> tuple[int, int, int] | None:
+    """(how many layers, after how many their makes repeat, how many stand before that begins). None where they are not one list.
+
+    Layers of one make are (n, 1, 0); one with attention to all after five with a window, six in turn, are (n, 6, 0).
+    """
+    found = layer_list(model)
+    if found is None:
+        return None
+    makes = [_make(layer) for layer in found[1]]
+    count = len(makes)
+
+    def begins(period: int) -> int:
+        return next((i + 1 for i in reversed(range(count - period)) if makes[i] != makes[i + period]), 0)
+
+    period = min(range(1, count + 1), key=lambda period: (period + begins(period), period))
+    return count, period, begins(period)
+
+
 def cut_(model: Any) -> int | None:
     """Leaves the first layers alone, in place; see `shallow`. How many are left, None where they are not one list."""
     found = layer_list(model)

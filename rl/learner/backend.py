@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rl.learner.backend_packed import PackedBackend
 from rl.learner.backend_replicated import ReplicatedBackend
 from rl.models import Unread
-from rl.ranks import asks_for_fsdp, asks_for_parts
+from rl.ranks import asks_for_fsdp, distributed
 from rl.types import AdamParams
 
 
@@ -84,11 +84,10 @@ def place(model: nn.Module, accelerator: Any) -> None:
 
 
 def reads_in_parts(accelerator: Any) -> bool:
-    """Whether each rank of this launch keeps a part of the weights alone, and is to read no more than that: see `asks_for_parts`."""
-    if not asks_for_parts():
-        return False
+    """Whether each rank of this launch keeps a part of the weights alone, and is to read no more than that."""
     if accelerator.distributed_type.value == "DEEPSPEED":
-        return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+        stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
+        return stage == 3 and distributed.world() > 1
     return asks_for_fsdp()
 
 

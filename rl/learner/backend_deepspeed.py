@@ -213,7 +213,7 @@ def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) 
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32  # accelerate puts the key in by itself
     where = torch.device(get_accelerator().current_device_name())
     kept = config["zero_optimization"].get("offload_param", {}).get("device", "none")
     first: Any = None

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl.layers import shallow
+from rl.models import Unread
 from rl.ranks import distributed
 
 
@@ -20,6 +22,16 @@ def hollow(model: nn.Module) -> Any:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+@torch.no_grad()
+def first_layers(model: nn.Module, unread: Unread) -> Any:
+    """A copy of a model without values, of which the first layers (`rl.layers.shallow`) are read; the others hold nothing."""
+    trial, own = hollow(model), dict(model.named_parameters())
+    with shallow(trial):
+        for name, parameter in trial.named_parameters():
+            parameter.copy_(unread.whole(name) if name in unread else own[name])
+    return trial
 
 
 @contextlib.contextmanager

@@ -21,12 +21,12 @@ from rl.errors import UserError
 from rl.images import reader_of
 from rl.layers import Replay, describe, given
 from rl.learner.backend import Backend, make_backend, place
-from rl.learner.backend_shared import hollow
+from rl.learner.backend_shared import first_layers, hollow
 from rl.learner.base import lower_
 from rl.learner.dealing import Dealing, batches
 from rl.learner.logprobs import HeadRequest, LogprobHead
 from rl.learner.packing import PackedBatch
-from rl.learner.probe import Tried, agreed_faults, runnable
+from rl.learner.probe import agreed_faults, runnable
 from rl.learner.sampled import Sampled
 from rl.losses import LossSpec
 from rl.models import (
@@ -37,7 +37,6 @@ from rl.models import (
     is_value_head,
     shape_of,
     uses_flash_attention,
-    vocabulary_of,
 )
 from rl.ranks import distributed
 from rl.sampler import length_switch
@@ -112,7 +111,7 @@ class Learner:
         if base == "fp32":
             place(model, accelerator)
         with accelerator.autocast(), runnable(model):  # as in training: flash attention takes no fp32
-            self.layouts = self._exact_layouts(Tried(model))
+            self.layouts = self._exact_layouts(model)
             self.head = LogprobHead(model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes)  # tries it as well
         shell = hollow(model) if base == "4bit" else None
         if base != "fp32":  # tried out in fp32, where a fault shows most, and on the CPU: the device may not hold it in fp32
@@ -121,25 +120,31 @@ class Learner:
         return make_backend(model, self.trainable, accelerator, self.settings.optimizer, shell)
 
     def _read_in_parts(self, base: str) -> Backend:
-        """The backend of a model whose weights are in their files: each rank reads its share, then all try it out together."""
-        model, accelerator = self.model, self.accelerator
+        """The backend of a model whose weights are in their files: each rank reads its share, once rank 0 has tried the first layers."""
+        model, accelerator, settings = self.model, self.accelerator, self.settings
         assert self.loaded.stored is not None
         unread, self.loaded.stored = self.loaded.stored.under(model), None
+        with distributed.all_or_none(accelerator.device):
+            trial = first_layers(model, unread) if distributed.rank() == 0 else None
+        fused = torch.zeros(1, device=accelerator.device)
+        with accelerator.autocast(), contextlib.nullcontext() if trial is None else runnable(trial):
+            self.layouts = self._exact_layouts(trial)
+            if trial is not None:
+                fused += LogprobHead(trial, fused=settings.fused).fused
+        del trial
+        distributed.all_sum_([fused])
+        self.head = LogprobHead.untried(model, fused=bool(fused), kept_bytes=settings.kept_bytes)
         lower_(model, base, accelerator.device, hollow=True)
-        backend = make_backend(model, self.trainable, accelerator, unread=unread)
-        tried = Tried(model, backend.wrapped, vocabulary_of(backend.shell), whole=accelerator.mixed_precision != "bf16")
-        with backend.micro_batch():
-            self.layouts = self._exact_layouts(tried)
-            self.head = LogprobHead(
-                model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes, wrapped=backend.wrapped, vocabulary=tried.vocabulary
-            )
-        return backend
+        return make_backend(model, self.trainable, accelerator, unread=unread)
 
-    def _exact_layouts(self, tried: Tried) -> set[str]:
-        """The layouts that may be used, tried on this model (rl.learner.probe). Raises UserError where what was asked for is none."""
+    def _exact_layouts(self, model: Any | None) -> set[str]:
+        """The layouts that may be used, tried on `model` (rl.learner.probe), on this rank or others alone (None).
+
+        Raises UserError where what was asked for is none.
+        """
         asked, training = self.settings.layout, self.settings.gradient_checkpointing
         may = ["padded", asked if asked != "auto" else "packed" if self.flash else "shared"]
-        faults = agreed_faults(tried, sorted(set(may)), training=training, device=self.accelerator.device)
+        faults = agreed_faults(model, sorted(set(may)), training=training, device=self.accelerator.device)
         kind = type(inner_model(self.model)).__name__
         if "padded" in faults:
             raise UserError(

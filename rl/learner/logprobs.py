@@ -115,28 +115,19 @@ class LogprobHead:
     everywhere else the model's own logits are used.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        fused: bool = True,
-        kept_bytes: int | None = None,
-        wrapped: nn.Module | None = None,
-        vocabulary: int | None = None,
-    ):
-        """`wrapped`, `vocabulary`: what a forward goes through and the size of the vocabulary, of a model that is sharded already."""
+    def __init__(self, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None):
         self.model, self.kept_bytes = model, kept_bytes
         self.inner = inner_model(model)
         config = self.inner.config.get_text_config()
         self.softcap = config.to_dict().get("final_logit_softcapping")
         self._config = config
         self.value_head = value_head_of(model)
-        self.fused = fused and self._agrees(wrapped or model, vocabulary or vocabulary_of(self.inner))
+        self.fused = fused and self._agrees()
 
     @classmethod
-    def untried(cls, model: nn.Module, *, fused: bool = True) -> LogprobHead:
+    def untried(cls, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None) -> LogprobHead:
         """Without trying the fused head on the model's weights, for models that have none: it is used where it fits the head."""
-        head = cls(model, fused=False)
+        head = cls(model, fused=False, kept_bytes=kept_bytes)
         layer = head.inner.get_output_embeddings()
         head.fused = fused and (isinstance(layer, nn.Linear) or _lora_parts(layer) is not None)
         return head
@@ -242,19 +233,18 @@ class LogprobHead:
         return torch.stack([logp, torch.zeros_like(logp) if found is None else found], dim=-1)
 
     @torch.no_grad()
-    def _agrees(self, wrapped: nn.Module, vocabulary: int) -> bool:
+    def _agrees(self) -> bool:
         """Whether the fused head gives the model's own logprobs on a few tokens (some models scale their logits)."""
         head = self.inner.get_output_embeddings()
         if head is None or not (isinstance(head, nn.Linear) or _lora_parts(head) is not None):
             return False
         device = next(self.inner.parameters()).device
+        vocabulary = vocabulary_of(self.inner)
         ids = torch.arange(8, device=device)[None] % vocabulary
         request = HeadRequest((ids[0] + 1) % vocabulary, None, 1.0, False)
-        # all of its layers come before the head; a model that is sharded already runs whole
-        trial = shallow(self.model) if wrapped is self.model else contextlib.nullcontext()
-        with trial:
-            logits = wrapped(input_ids=ids, use_cache=False).logits[0]
+        with shallow(self.model):  # all of its layers come before the head
+            logits = self.model(input_ids=ids, use_cache=False).logits[0]
             expected, _ = plain_logprobs(logits, request.targets, 1.0, False)
             with self._swapped(request, []):
-                got = wrapped(input_ids=ids, use_cache=False).logits[:, 0]
+                got = self.model(input_ids=ids, use_cache=False).logits[:, 0]
         return bool((got - expected).abs().max() < (1e-3 if logits.dtype == torch.float32 else 0.1))

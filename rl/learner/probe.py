@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rl.layers import describe, shallow, shrunk
 from rl.learner.packing import PackedBatch, collate, units
-from rl.learner.tried import Draws, Seen, Sequences, Tried
-from rl.models import attention_mask_for, inner_model, seeded, uses_flash_attention
+from rl.learner.tried import Draws, Seen, Sequences
+from rl.models import attention_mask_for, inner_model, seeded, uses_flash_attention, vocabulary_of
 from rl.ranks import distributed
 
 REACHED = 24  # a window up to here is tried as it is, a larger one as rl.layers.reach.SHRUNK
@@ -41,29 +41,26 @@ def find_faults(model: Any, layouts: Sequence[str], *, training: bool = False) -
     model's training mode is tried as well, under the name "training". Leaves no trace: generators, buffers and
     the mode of every module are as before.
     """
-    return _faults(Tried(model), layouts, training)
-
-
-def _faults(tried: Tried, layouts: Sequence[str], training: bool) -> dict[str, str]:
-    model, whole = tried.model, tried.whole
     device = next(model.parameters()).device
     under_autocast = torch.is_autocast_enabled(device.type)
     faults: dict[str, str] = {}
-    first = shallow(model) if tried.wrapped is model else contextlib.nullcontext()  # what is sharded already runs whole
-    with _untouched(model), runnable(model), first:
-        sharply = whole and not uses_flash_attention(model)
+    with _untouched(model), runnable(model), shallow(model):
+        sharply = next(model.parameters()).dtype == torch.float32 and not uses_flash_attention(model)
         if sharply:
             with torch.autocast(device.type, enabled=False):
-                faults = _Probe(tried, SHARP).run(layouts, training)
+                faults = _Probe(model, SHARP).run(layouts, training)
         if under_autocast or not sharply:
             left = [layout for layout in layouts if layout not in faults]
-            faults |= _Probe(tried, COARSE, again=sharply).run(left, training and "training" not in faults)
+            faults |= _Probe(model, COARSE, again=sharply).run(left, training and "training" not in faults)
     return faults
 
 
-def agreed_faults(tried: Tried, layouts: Sequence[str], *, training: bool, device: torch.device) -> dict[str, str]:
-    """`find_faults` as all ranks make of it together: what one of them found holds for all, or they would lay out differently."""
-    mine = _faults(tried, layouts, training)
+def agreed_faults(model: Any | None, layouts: Sequence[str], *, training: bool, device: torch.device) -> dict[str, str]:
+    """`find_faults` as all ranks make of it together: what one of them found holds for all, or they would lay out differently.
+
+    `model`: None on a rank that has none to try.
+    """
+    mine = {} if model is None else find_faults(model, layouts, training=training)
     names = [*layouts, "training"]
     found = torch.tensor([float(name in mine) for name in names], device=device)
     distributed.all_sum_([found])
@@ -103,9 +100,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 class _Probe:
     """One model at one precision. `most`: the largest differences, see SHARP; `again`: it was tried more sharply before."""
 
-    def __init__(self, tried: Tried, most: tuple[float, float], again: bool = False):
-        self.model, self.inner, self.most, self.again = tried.model, inner_model(tried.model), most, again
-        self.wrapped, self.vocabulary, self.gradients = tried.wrapped, tried.vocabulary, tried.gradients
+    def __init__(self, model: Any, most: tuple[float, float], again: bool = False):
+        self.model, self.inner, self.most, self.again = model, inner_model(model), most, again
+        self.vocabulary = vocabulary_of(self.inner)
         self.device = next(self.model.parameters()).device
         self.layers = describe(self.model)
 
@@ -157,26 +154,15 @@ class _Probe:
         if layout == "shared" and uses_flash_attention(self.model):
             return "flash attention takes no mask of its own"
         try:
-            found = self._forward(self._batch(sequences, layout), judged=sequences.judged if self.gradients else None)
-            leak = 0.0 if self.gradients else self._moved(found, sequences, layout)
+            found = self._forward(self._batch(sequences, layout), judged=sequences.judged)
         except Untried as reason:
             return str(reason)
         what = {"padded": "what stands to its right or in other rows", "packed": "the others in its row", "shared": "other answers"}
-        if not self.gradients:
-            if not leak <= LEAK:
-                return f"a sequence is not told apart from {what[layout]} (by {leak:.1g} of its hidden states)"
-            return self._why_unlike(found, alone)
         assert found.own is not None and alone.own is not None
         size = float(alone.own.norm())
         if not found.others <= LEAK * size:
             return f"a sequence is not told apart from {what[layout]} (by {found.others / max(size, 1e-30):.1g} of its gradient)"
         return self._why_unlike(found, alone)
-
-    def _moved(self, found: Seen, sequences: Sequences, layout: str) -> float:
-        """By how much of their size the judged sequence's hidden states move where all others are changed: by 0, at equal shapes."""
-        changed = sequences.others_changed(self.vocabulary, answers_alone=layout == "shared")
-        mine, then = found.hidden[sequences.judged], self._forward(self._batch(changed, layout)).hidden[sequences.judged]
-        return float((mine - then).norm() / mine.norm().clamp_min(1e-30))
 
     def _training_fault(self, sequences: Sequences, alone: Seen) -> str | None:
         """Two forwards in training mode and a backward, with checkpoints where they are on, against those of evaluation."""
@@ -185,7 +171,7 @@ class _Probe:
         try:
             for _ in range(2):
                 with Draws() as draws:
-                    found = self._forward(batch, judged=sequences.judged if self.gradients else None)
+                    found = self._forward(batch, judged=sequences.judged)
                 why = self._why_unlike(found, alone) or (f"it draws random numbers ({', '.join(sorted(draws.by))})" if draws.by else None)
                 if why:
                     return why
@@ -229,7 +215,7 @@ class _Probe:
 
     def _alone(self, sequences: Sequences) -> Seen:
         parts = [
-            self._forward(self._batch(sequences, "padded", [i]), judged=0 if i == sequences.judged and self.gradients else None)
+            self._forward(self._batch(sequences, "padded", [i]), judged=0 if i == sequences.judged else None)
             for i in range(len(sequences.datums))
         ]
         return Seen([part.hidden[0] for part in parts], parts[sequences.judged].own)
@@ -243,7 +229,7 @@ class _Probe:
             inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
         try:
             with torch.set_grad_enabled(judged is not None), self._tapped(batch.input_ids.shape, judged is not None) as (leaves, states):
-                logits = self.wrapped(**inputs, use_cache=False).logits
+                logits = self.model(**inputs, use_cache=False).logits
                 hidden = states[-1] if states else logits
                 if hidden.shape[:2] != batch.input_ids.shape:
                     raise Untried(f"logits of shape {tuple(hidden.shape)} for tokens of shape {tuple(batch.input_ids.shape)}")

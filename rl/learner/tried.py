@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.models import inner_model, vocabulary_of
 from rl.types import Datum, ModelInput
 
 
@@ -33,19 +32,6 @@ class Sequences:
         texts = [*([*prompt, *answer] for answer in answers), alone]
         fields = [{"target_tokens": text, "mask": mask} for text, mask in zip(texts, masks, strict=True)]
         return cls([Datum(ModelInput.from_ints(text), field) for text, field in zip(texts, fields, strict=True)])
-
-
-    def others_changed(self, vocabulary: int, *, answers_alone: bool) -> Sequences:
-        """Other tokens in all sequences but the judged one; `answers_alone`: the prompt, which they share, stays."""
-        changed = []
-        for i, datum in enumerate(self.datums):
-            tokens = datum.model_input.to_ints()
-            start = len(tokens) if i == self.judged else 0
-            if answers_alone and i != self.judged:
-                start = int((datum.loss_fn_inputs["mask"].array == 0).sum()) + 1  # targets' mask: a prompt's first token has none
-            tokens = [*tokens[:start], *((token + 1) % vocabulary for token in tokens[start:])]
-            changed.append(Datum(ModelInput.from_ints(tokens), {**datum.loss_fn_inputs, "target_tokens": tokens}))
-        return Sequences(changed, self.judged)
 
 
 @dataclass(frozen=True)
@@ -73,17 +59,3 @@ class Draws(TorchDispatchMode):
             if any(isinstance(one, Tensor) and one.numel() > 1 for one in (out if isinstance(out, tuple) else (out,))):
                 self.by.add(func.name().removeprefix("aten::"))
         return out
-
-
-class Tried:
-    """A model to be tried out. Of one that is sharded already: `wrapped`, what its forward goes through, on all ranks together.
-
-    Such a one has no gradients to look at, since ZeRO-3 takes no backward but its own: other sequences' tokens are changed instead.
-    `whole`: whether it computes in float32 outside of autocast.
-    """
-
-    def __init__(self, model: Any, wrapped: Any = None, vocabulary: int | None = None, whole: bool | None = None):
-        self.gradients = wrapped is None
-        self.model, self.wrapped = model, model if wrapped is None else wrapped
-        self.vocabulary = vocabulary_of(inner_model(model)) if vocabulary is None else vocabulary
-        self.whole = next(model.parameters()).dtype == torch.float32 if whole is None else whole

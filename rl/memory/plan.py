@@ -95,7 +95,7 @@ class Launch:
     """Where a run runs. `zero`: DeepSpeed's stage, None without it; `offload`: the optimizer lives in CPU memory; `fsdp`: FSDP2.
 
     `base`: what frozen matrices are held in; `optimizer`: how AdamW keeps its moments (both as the settings call it);
-    `in_parts`: a sharded model is read so (rl.ranks.launch).
+    `in_parts`: a sharded model is read so (rl.models.may_stay_unread).
     """
 
     cuda: bool

@@ -11,8 +11,9 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kernels import head_bytes
-from rl.layers import describe
+from rl.layers import cut_to, describe, rhythm
 from rl.learner import HeadRequest, LogprobHead
 from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
 from rl.models import LoadedModel, add_lora, attention_mask_for, inner_model, load_skeleton
@@ -57,9 +58,28 @@ class Skeleton:
             loaded = load_skeleton(base_model, tokenizer=tokenizer)
             self._loaded = loaded if lora is None else add_lora(loaded, lora)
         self.shape = _shape(self._loaded)
+        self._rhythm = rhythm(self._loaded.model) or (0, 1, 0)
 
     def held(self, batch: MicroBatch, how: Arithmetic) -> Held:
-        """What one micro-batch of forward and backward holds at its peak."""
+        """What one micro-batch of forward and backward holds at its peak.
+
+        Of a model of many layers two short ones are run, the second longer by the layers that repeat: see `Course.deeper`.
+        """
+        depth, period, before = self._rhythm
+        short = before + 2 * period + (depth - before) % period
+        if short + period < depth:
+            with cut_to(self._loaded.model, short):
+                course, inside_op = self._run(batch, how)
+            with cut_to(self._loaded.model, short + period):
+                longer, _ = self._run(batch, how)
+            peak = course.deeper(longer, (depth - short) // period)
+        else:
+            course, inside_op = self._run(batch, how)
+            peak = course.peak
+        return dataclasses.replace(peak, logits=peak.logits + inside_op)
+
+    def _run(self, batch: MicroBatch, how: Arithmetic) -> tuple[Course, int]:
+        """(what is held all along, bytes that an op holds inside)."""
         with FakeTensorMode(allow_non_fake_inputs=True):  # checkpointing puts the generator's state, a real tensor, aside
             model = _on_cpu(self._loaded.model, how.dtype)
             if how.low_base:
@@ -79,9 +99,10 @@ class Skeleton:
                 at = torch.zeros(batch.tokens, dtype=torch.int64)
                 with storages, torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
                     logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
+                    storages.turns()
                     logp.sum().backward()
             inside_op = self._inside_op(model, batch, how) if head.fused else 0
-        return dataclasses.replace(storages.peak, logits=storages.peak.logits + inside_op)
+        return storages.course(), inside_op
 
     def _inside_op(self, model: Any, batch: MicroBatch, how: Arithmetic) -> int:
         """What linear_logprob holds where nobody sees it: hidden states in fp32 and blocks of scores, or a slab of their gradient."""
@@ -165,8 +186,54 @@ def _leave(parameter: Tensor) -> None:
     parameter.grad = None
 
 
+KINDS = tuple(field.name for field in dataclasses.fields(Held))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A storage of `size` bytes and `kind` came to those that are held: bytes of each of KINDS since."""
+
+    size: int
+    kind: str
+    held: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is held in a forward and in the backward after it."""
+
+    forward: list[Moment]
+    backward: list[Moment]
+
+    @property
+    def peak(self) -> Held:
+        return _largest(moment.held for moment in (*self.forward, *self.backward))
+
+    def deeper(self, longer: Course, times: int) -> Held:
+        """The peak of a model that is deeper by `times` what `longer` is deeper by, the layers that repeat.
+
+        At a moment of the last layers, counted from where the backward begins, a deeper model holds more by as much as `longer` does,
+        as often; at one of the first layers, counted from the backward's end, likewise. Between them it goes evenly, so the peak is there.
+        """
+        alike = [
+            *_alike(reversed(self.forward), reversed(longer.forward)),
+            *_alike(self.backward, longer.backward),
+            *_alike(reversed(self.backward), reversed(longer.backward)),
+        ]
+        return _largest(tuple(a + times * (b - a) for a, b in zip(mine.held, more.held, strict=True)) for mine, more in alike)
+
+
+def _alike(mine: Iterable[Moment], longer: Iterable[Moment]) -> Iterator[tuple[Moment, Moment]]:
+    """Both side by side for as long as they are of the same operations."""
+    return takewhile(lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind), zip(mine, longer, strict=False))
+
+
+def _largest(held: Iterable[tuple[float, ...]]) -> Held:
+    return Held(*max(held, key=sum, default=(0.0,) * len(KINDS)))
+
+
 class _Storages(TorchDispatchMode):
-    """Bytes of the storages that live, by kind; `peak` is the moment at which their sum was largest."""
+    """Bytes of the storages that live, by kind, at each moment at which one more came to them."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -175,11 +242,18 @@ class _Storages(TorchDispatchMode):
         self._matrices = {*matrices, *(shape[::-1] for shape in matrices)}
         self._live: dict[int, Any] = {}
         self._weights: set[int] = set()
-        self._now = dict.fromkeys((f.name for f in dataclasses.fields(Held)), 0.0)
-        self._most = 0.0
-        self.peak = Held()
+        self._now = dict.fromkeys(KINDS, 0.0)
+        self._moments: list[Moment] = []
+        self._turn = 0
         for tensor in (*model.parameters(), *model.buffers()):
             self.known(tensor)
+
+    def turns(self) -> None:
+        """The forward is over."""
+        self._turn = len(self._moments)
+
+    def course(self) -> Course:
+        return Course(self._moments[: self._turn], self._moments[self._turn :])
 
     def known(self, tensor: Tensor) -> None:
         """Not counted: a weight, an accumulated gradient."""
@@ -203,9 +277,7 @@ class _Storages(TorchDispatchMode):
         kind = "casts" if is_cast else self._kind(tensor)
         self._now[kind] += size
         self._live[key] = weakref.ref(storage, lambda _: self._drop(key, kind, size))
-        total = sum(self._now.values())
-        if total > self._most:
-            self._most, self.peak = total, Held(**self._now)
+        self._moments.append(Moment(size, kind, tuple(self._now.values())))
 
     def _drop(self, key: int, kind: str, size: int) -> None:
         if self._live.pop(key, None) is not None:

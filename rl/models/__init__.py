@@ -23,7 +23,7 @@ from rl.models.load import (
 from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
 from rl.models.tokenizers import load_tokenizer
-from rl.models.unread import load_unread
+from rl.models.unread import load_unread, may_stay_unread
 from rl.models.whole_weights import check_tensors, check_whole_folder, load_whole_adapter, readable
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "load_skeleton",
     "load_tokenizer",
     "load_unread",
+    "may_stay_unread",
     "load_whole_adapter",
     "quiet_about_tied_heads",
     "readable",

@@ -4,14 +4,13 @@ from rl.ranks import checkpoint, distributed, interrupts
 from rl.ranks.agreement import require_same
 from rl.ranks.checkpoint import below
 from rl.ranks.interrupts import INTERRUPTED, Stopped, StopRequest, end_with_the_launcher
-from rl.ranks.launch import asks_for_fsdp, asks_for_parts, make_accelerator, zero_settings
+from rl.ranks.launch import asks_for_fsdp, make_accelerator, zero_settings
 
 __all__ = [
     "INTERRUPTED",
     "StopRequest",
     "Stopped",
     "asks_for_fsdp",
-    "asks_for_parts",
     "below",
     "checkpoint",
     "distributed",

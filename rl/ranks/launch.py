@@ -68,11 +68,6 @@ def asks_for_fsdp() -> bool:
     return _flag("ACCELERATE_USE_FSDP") and _asked_processes() > 1  # one process has nothing to shard
 
 
-def asks_for_parts() -> bool:
-    """Whether a sharded model is to be read in parts (WHETSTONE_READ_IN_PARTS=1): not by itself before it was seen on more machines."""
-    return _flag("WHETSTONE_READ_IN_PARTS")
-
-
 def _refuse_fsdp_settings() -> None:
     """Settings of an FSDP config that would be overruled without a word."""
     version, reshard = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()

@@ -13,8 +13,8 @@ import torch
 
 from rl.memory import GIB, Arithmetic, Held, Launch, MicroBatch, ModelShape, Skeleton, Work, micro_batch, plan, sampled_at_once
 from rl.methods import METHODS
-from rl.models import root_of
-from rl.ranks import asks_for_fsdp, asks_for_parts, zero_settings
+from rl.models import may_stay_unread, root_of
+from rl.ranks import asks_for_fsdp, zero_settings
 from rl.run.beginnings import begins_after
 from rl.run.origins import goes_on, origin_of
 from rl.run.plan_page import Device, StageNeeds
@@ -37,7 +37,7 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
         zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
     per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
-    launch = Launch(cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp, in_parts=asks_for_parts())
+    launch = Launch(cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp)
     if options.plan_gpu_memory is not None:
         return launch, Device(f"GPU of {options.plan_gpu_memory:g} GiB", options.plan_gpu_memory * GIB)
     if here:
@@ -88,7 +88,7 @@ def _needs(
     drawn += [sampled_at_once(groups=loop.batch_size, group=group, **lengths, **budgets)] if hooks.online else []
     prompts, rows = max(drawn, key=lambda pair: pair[1], default=(0, 0))
     work = Work(batch=batch, samples=bool(drawn), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens)
-    launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer)
+    launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=may_stay_unread(model.base_model))
     others, method = _others(stage.method, settings, skeleton), METHODS[stage.method]
     if method.keeps_beginning(settings) and not fresh_adapter:
         others.append(shape)
