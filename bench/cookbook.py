@@ -20,7 +20,10 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+from cookbook_world import STUDENT, TEACHER, lay_out  # noqa: E402
+
 RESULTS = REPO / "bench" / "results" / "cookbook.csv"
 PACKAGE = "tinker_cookbook.recipes"
 
@@ -73,57 +76,8 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-def rows_of(file: Path, limit: int = 64) -> list[dict]:
-    with open(file) as lines:
-        return [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
-
-
-def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
-    """A data set where datasets.load_dataset(name) looks first: a folder of that name."""
-    folder = work / name / config
-    folder.mkdir(parents=True)
-    listed = []
-    for split, rows in splits.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        listed.append(f"  - split: {split}\n    path: {config}/{split}.jsonl")
-    card = f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n" + "\n".join(listed) + "\n---\n"
-    (work / name / "README.md").write_text(card)
-
-
-def lay_out(work: Path, data: Path) -> None:
-    """Tokenizers and data sets under the names that recipes ask for."""
-    for name in (STUDENT, TEACHER):
-        (work / name).parent.mkdir(parents=True, exist_ok=True)
-        (work / name).symlink_to(data / "tokenizers" / "qwen3")
-    gsm = {split: rows_of(data / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")}
-    hub_folder(work, "openai/gsm8k", "main", gsm)
-    math = rows_of(data / "math" / "MATH_train.jsonl")
-    chats = [{"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
-             for row in gsm["train"]]  # fmt: skip
-    hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
-    hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 20})
-    asked = [{"question": row["problem"], "final_answer": row.get("answer", "0")} for row in math]
-    hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": asked})
-    pair = (("human", "question"), ("gpt", "answer"))
-    talk = [{"conversations": [{"from": who, "value": row[column]} for who, column in pair]} for row in gsm["train"]]
-    hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
-    pairs = [{"chosen": f"\n\nHuman: {row['question']}\n\nAssistant: {row['answer']}", "rejected":
-              f"\n\nHuman: {row['question']}\n\nAssistant: I do not know."} for row in gsm["train"]]  # fmt: skip
-    hub_folder(work, "Anthropic/hh-rlhf", "default", {"train": pairs * 20, "test": pairs[:16]})
-    science = [{"domain": "Chemistry", "question": row["question"], "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "A",
-                "answer": "A", "type": "mcq-4-choices", "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
-                "prompt": {"default": "Answer."}} for row in gsm["train"]]  # fmt: skip
-    hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
-    rubric = {"rubric_str": "Is it polite?", "extraction_regex": "<score>(.*)</score>"}
-    rubric["grader_output_format_instruction"] = "<score>1</score>"
-    convo = [{"role": "user", "content": "Say hello"}]
-    (work / "rubric.jsonl").write_text((json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8)
-    (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-
-
-def start_server(work: Path, data: Path, log: Path) -> tuple[subprocess.Popen, str]:
-    tokenizer = data / "tokenizers" / "qwen3"
-    bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}=tiny:chat,{tokenizer}")]
+def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
+    bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}={work / 'model'},{work / 'tokenizer'}")]
     command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", str(work / "served")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
     assert process.stdout is not None
@@ -171,8 +125,8 @@ def main() -> None:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         if not (work / "openai").exists():
-            lay_out(work, args.data.resolve())
-        server, url = start_server(work, args.data.resolve(), work / "server.log")
+            lay_out(work, args.data.resolve(), problems=8)
+        server, url = start_server(work, work / "server.log")
         try:
             found = [run(name, args.python, url, work, args.seconds) for name in args.only.split(";")]
         finally:
