@@ -78,7 +78,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
 
 def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
     bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}={work / 'model'},{work / 'tokenizer'}")]
-    command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", str(work / "served")]
+    command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", tempfile.mkdtemp(prefix="served-", dir=work)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
     assert process.stdout is not None
     for line in process.stdout:

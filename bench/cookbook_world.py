@@ -43,12 +43,13 @@ def answering_model(folder: Path, tokenizer: Path) -> None:
     steps = [(None, begin[:1]), *(([before], [after]) for before, after in zip(begin, begin[1:], strict=False))]
     steps += [(begin[-1:], digits), (digits, close), (close, [end])]
     with torch.no_grad():
-        embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        assert embed.data_ptr() != head.data_ptr()
+        embed = model.get_input_embeddings().weight
+        head = torch.zeros_like(embed)
+        model.config.tie_word_embeddings = False
+        model.get_output_embeddings().weight = torch.nn.Parameter(head)
         width = embed.shape[1]
         embed.zero_()
         embed[:, 0] = 1.0
-        head.zero_()
         for i, (seen, said) in enumerate(steps):
             if seen is not None:
                 embed[seen] = torch.eye(width)[i]

@@ -90,7 +90,7 @@ class Engine(Conversations):
             max_tokens=max_tokens,
             stop_row=self._stops.row(condition),
             stop_strings=condition.strings,
-            key=((*prompt, *begun), request.include_prompt_logprobs, request.topk_prompt_logprobs, tuple(request.images)),
+            key=((*prompt, *begun), request.scores(), tuple(request.images)),
             left=request.num_samples,
             begun=len(begun),
             sequences=[None] * request.num_samples,
@@ -191,8 +191,8 @@ class Engine(Conversations):
             return
         readers: list[PromptReader | None] = []
         for job in jobs:
-            wanted = job.request.include_prompt_logprobs or job.request.topk_prompt_logprobs > 0
-            readers.append(PromptReader(job.key[0], topk=job.request.topk_prompt_logprobs) if wanted else None)
+            topk, targets = job.request.topk_prompt_logprobs, job.request.target_prompt_tokens
+            readers.append(PromptReader(job.key[0], topk=topk, targets=targets) if job.request.scores_prompt else None)
         images = {"images": [job.request.images for job in jobs]} if any(job.request.images for job in jobs) else {}
         logits_PV = self._state.prefill([job.key[0] for job in jobs], [reader.read if reader else None for reader in readers], **images)
         for job, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):

@@ -144,9 +144,10 @@ async def _streamed(work: asyncio.Future[Answer], live: Live, alone: bool) -> Re
 
 async def _stirred(work: asyncio.Future[Answer], live: Live, seconds: float) -> bool:
     """Whether within so many seconds there is an answer, or something of it."""
-    news = asyncio.ensure_future(live.news.wait())
+    news: asyncio.Future[Any] = asyncio.ensure_future(live.news.wait())
+    both: set[asyncio.Future[Any]] = {work, news}
     try:
-        done, _ = await asyncio.wait({work, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         news.cancel()
     return bool(done)

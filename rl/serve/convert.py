@@ -142,6 +142,10 @@ def sample_response(response: SampleResponse) -> bytes:
         message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
     if response.topk_prompt_logprobs is not None:
         _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
+    if response.target_prompt_logprobs is not None:
+        found, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = found.astype("<f4").tobytes(), wire.FLOAT32
+        tensor.shape.extend(found.shape)
     message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
     return message.SerializeToString()
 
@@ -160,7 +164,8 @@ def sample_json(response: SampleResponse) -> dict[str, Any]:
     sequences = [{"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason} for s in response.sequences]
     found: dict[str, Any] = {"type": "sample", "sequences": sequences, "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens}
     found |= {"prompt_logprobs": response.prompt_logprobs, "topk_prompt_logprobs": response.topk_prompt_logprobs}
-    return found
+    targets = response.target_prompt_logprobs
+    return found | ({} if targets is None else {"target_prompt_logprobs": _tensor_json(targets)})
 
 
 def output_json(output: ForwardBackwardOutput) -> dict[str, Any]:
@@ -199,6 +204,23 @@ def _image_of_json(chunk: Mapping[str, Any]) -> ImageChunk:
     except (ValueError, TypeError):
         raise BadRequestError("an image's data is its bytes as base64") from None
     return _image(data, chunk.get("format"), chunk.get("expected_tokens"), chunk.get("override_dimensions") is not None)
+
+
+def targets(given: Mapping[str, Any] | None) -> TensorData | None:
+    """Ids that are to be scored, of a JSON TensorData: rows in compressed form are filled up with -1, which asks for nothing."""
+    if given is None:
+        return None
+    shape, crow, columns = (given.get(name) for name in ("shape", "sparse_crow_indices", "sparse_col_indices"))
+    try:
+        if crow is None and columns is None:
+            return TensorData(given.get("data"), "int64", shape)
+        values = np.asarray(given.get("data"), np.int64)
+        if not isinstance(shape, list) or math.prod(shape) > 2**28:
+            raise ValueError(f"the shape {shape!r:.80}")
+        # what is not listed is 0 once it is filled up: so values are moved up by one, and down again
+        return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)
+    except (ValueError, TypeError, OverflowError, IndexError) as error:
+        raise BadRequestError(f"target_prompt_logprobs is a TensorData of token ids, [prompt tokens - 1, K]: {error}") from error
 
 
 def tokens_of(given: ModelInput) -> int:
