@@ -317,7 +317,7 @@ MUTANTS = [
     M("rl/ranks/agreement.py", "for what in {**first, **other}:", "for what in first:", "outside: a setting that rank 0 lacks", "ranks_part"),
     M("rl/ranks/beats.py", "                silent = 0\n        if self._over.wait", "        if self._over.wait",
       "outside: silences add up though beats come between", "ranks_part"),
-    M("rl/report/alarms.py", "if self._seen >= 2 * self._count else None", "if self._seen >= self._count else None",
+    M("rl/report/history.py", "if self._seen >= 2 * self._count else None", "if self._seen >= self._count else None",
       "outside: the first and last batches of a trend overlap", "alarms_windows alarms"),
     M("rl/report/alarms.py", """            self._quiet.append(frozenset(alarm.name for alarm in ALARMS if row.get(f"alarm/{alarm.name}")))
 """, "", "outside: a resumed run says again what it has said", "alarms"),

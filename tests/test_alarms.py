@@ -78,6 +78,7 @@ def fault(**values):
     """Plants values (numbers, or functions of the step) into every row from step 10 on."""
     names = {
         "v1": "optim/kl_sample_train_v1", "v2": "optim/kl_sample_train_v2", "norm": "optim/grad_norm", "entropy": "optim/entropy",
+        "age": "async/age/mean",
         "credited": "optim/frac_credited", "reward": "env/all/reward/total", "mixed": "env/all/by_group/frac_mixed",
         "beginnings": "env/all/distinct_beginnings", "tokens": "env/all/ac_tokens_per_turn", "cut": "env/all/frac_truncated",
         "correct": "env/all/correct", "temperature": "sampler/temperature", "low": "env/all/reward/min", "high": "env/all/reward/max",
@@ -103,6 +104,7 @@ def jitter(middle: float):
         (fault(v1=-0.02), {"kl_0.01"}, "0.02, above 0.01"),
         (fault(v2=0.3), {"kl_0.01", "kl_0.1"}, "0.3, above 0.1"),
         (fault(v1=2.0), {"kl_0.01", "kl_0.1", "kl_1"}, "stop, go back"),
+        (fault(v2=0.3, age=1.5), {"kl_0.01", "kl_0.1"}, "(tokens are 1.5 updates old on average)"),
         (fault(norm=30.0), {"grad_norm"}, "Lower learning_rate"),
         (fault(v1=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
         (fault(v2=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),

@@ -97,6 +97,41 @@ def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
                 assert got[key] == pytest.approx(wanted[key], abs=1e-5), key
 
 
+METHODS_THAT_SAMPLE = {
+    "ppo": "ppo --kl-coef 0 --group-size 2 --epochs 2 --num-substeps 2 --target-kl None",
+    "online_dpo": "online_dpo --group-size 3 --pairs all",
+    "best_of_n": "best_of_n --group-size 4 --keep 2",
+    "distill": "distill --teacher tiny:addition --group-size 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS_THAT_SAMPLE)
+def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_path):
+    """The same tokens, the same update: settings that PPO, online DPO, best-of-n and distillation have, too. A replay is bit for bit."""
+    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    played = f"--environment {tmp_path}/uneven.py:Uneven --environment-isolation thread"
+    common = (
+        f"{METHODS_THAT_SAMPLE[method]} --base-model tiny:addition --lora-rank 0 --steps 2 --batch-size 4 --max-tokens 5 --eval-every 0 "
+        f"--save-every 2 --rollouts-every 1 --quiet --renderer plain --learning-rate 1e-3 --adam-eps 1e-3 --no-self-test --temperature 1 "
+        f"{'--dataset addition' if method == 'distill' else played}"
+    )
+
+    def go(name: str, words: str = "") -> Path:
+        execute(parse(f"{common} --output-dir {tmp_path / name} {words}".split(), METHODS, RECIPE, options=RunSettings))
+        return tmp_path / name
+
+    def trained(folder: Path) -> dict[str, np.ndarray]:
+        return weights(folder, f"{method}-final")
+
+    whole, alone = go("whole"), go("alone", "--episodes continuous --slice-steps 2")
+    assert drawn(alone) == drawn(whole)
+    for key, value in trained(whole).items():
+        np.testing.assert_allclose(trained(alone)[key], value, atol=1e-6)
+    again = go("again", f"--episodes continuous --slice-steps 2 --replay {alone}")
+    assert all((trained(again)[key] == value).all() for key, value in trained(alone).items())
+
+
 @pytest.mark.slow
 def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit_for_bit(trained):
     first = trained("async", LATE)

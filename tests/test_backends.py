@@ -13,7 +13,7 @@ import torch
 from helpers import make_worker, random_datums, relative_difference
 from safetensors.torch import load_file
 
-from rl.clients.worker import _share
+from rl.clients.parts import share
 from rl.learner import saving
 from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
 from rl.learner.backend_deepspeed import DeepSpeedBackend
@@ -188,9 +188,9 @@ def test_ranks_deal_samples_out_among_themselves(monkeypatch):
     monkeypatch.setattr(distributed, "world", lambda: 3)
     for rank in range(3):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        taken.append(_share(costs))
-    assert sorted(i for share in taken for i in share) == list(range(7))
-    loads = [sum(costs[i] for i in share) for share in taken]
+        taken.append(share(costs))
+    assert sorted(i for mine in taken for i in mine) == list(range(7))
+    loads = [sum(costs[i] for i in mine) for mine in taken]
     assert max(loads) - min(loads) <= 3
 
 

@@ -161,7 +161,8 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         found = choice["logprobs"]
         assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == end + most
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-        assert found["token_logprobs"][:end] == scores  # to the bit
+        # to float32's rounding: which requests share a forward is up to who comes when
+        assert scores[0] is None and found["token_logprobs"][1:end] == pytest.approx(scores[1:], abs=1e-5)
         pairs = list(zip(found["tokens"], found["top_logprobs"], strict=True))[len(context) : end]
         assert all(max(top, key=top.get) == token for token, top in pairs) == (answer is rows[0][1])
         if most == 0:

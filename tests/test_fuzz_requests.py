@@ -189,8 +189,9 @@ def ask_adam(ground, rng):
 @pytest.mark.parametrize(
     "request_",
     [("loss config", 1877140219), ("loss config", 2823364487), ("loss config", 2343524781), ("sample", 2827720954),
-     ("loss config", 1632372924), ("loss config", 1404628833), ("loss config", 322497943)],
-    ids=["value_clip", "kl_coef", "cql_coef", "include_prompt_logprobs", "clip_high_threshold", "kl_coef 2**70", "value_clip 2**70"],
+     ("loss config", 1632372924), ("loss config", 1404628833), ("loss config", 322497943), ("loss config", 4143031038)],
+    ids=["value_clip", "kl_coef", "cql_coef", "include_prompt_logprobs", "clip_high_threshold", "kl_coef 2**70", "value_clip 2**70",
+         "tau 1e-320"],
 )  # fmt: skip
 def test_found_by_many_more(ground, request_):
     """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is neither on nor off."""

@@ -1,6 +1,8 @@
 """The server by its wire: the same as the clients in this process, in order, once, and each tenant for himself."""
 
+import asyncio
 import base64
+import gc
 import shutil
 import threading
 import time
@@ -15,6 +17,7 @@ from rl.images import reader_of
 from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.serve import wire
+from rl.serve.promises import Promise
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
@@ -457,3 +460,22 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
         seq += 1
         refused = wires.wait(wires.ask_sample(sampler, seq, prompt, target_prompt_logprobs=wrong))
         assert refused["category"] == "user" and "target_prompt_logprobs" in refused["error"]
+
+
+def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
+    """However often it was asked for: asyncio complains of every future that ends in an error and is never looked at."""
+    complaints = []
+
+    async def asked_twice():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        promise = Promise("one", "owner", "sample")
+        asked = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        promise.done.set_exception(ValueError("told"))
+        assert await asyncio.gather(*asked) == [True, True]
+        del promise, asked
+        gc.collect()
+
+    asyncio.run(asked_twice())
+    gc.collect()
+    assert complaints == []

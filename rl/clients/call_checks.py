@@ -23,7 +23,7 @@ _RANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "clip_high_threshold": ("a ratio of at least 0, such as 1.2", {"least": 0.0}),
     "label_smoothing": ("at least 0 and below 0.5", {"least": 0.0, "most": 0.5}),
     "length_normalise": ("0 or 1", {"least": 0.0, "most": 1.0}),
-    "tau": ("a positive number", _POSITIVE),
+    "tau": ("a number of at least 1e-6, which the loss is divided by", {"least": 1e-6}),
     "expectile": ("above 0 and below 1", {"least": 0.0, "most": 1.0, "open_ends": True}),
     "value_clip": ("positive (how far a value may move from values_old), or left out", _POSITIVE),
 }

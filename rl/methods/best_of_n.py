@@ -18,6 +18,7 @@ from rl.methods.steps import one_pass
 from rl.settings import (
     DataSettings,
     EnvironmentSettings,
+    EpisodeFlowSettings,
     LearnedRewardSettings,
     LoopSettings,
     ModelSettings,
@@ -62,6 +63,7 @@ class BestOfNSettings:
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: EpisodeFlowSettings = field(default_factory=EpisodeFlowSettings)
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:

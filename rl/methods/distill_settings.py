@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from rl.errors import UserError
 from rl.settings import (
     DataSettings,
+    EpisodeFlowSettings,
     LoopSettings,
     ModelSettings,
     OptimSettings,
@@ -64,6 +65,7 @@ class DistillSettings:
     distillation: DistillationSettings = field(default_factory=DistillationSettings)
     sampling: SamplingSettings = field(default_factory=_sampling)
     optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: EpisodeFlowSettings = field(default_factory=EpisodeFlowSettings)
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
@@ -72,6 +74,8 @@ class DistillSettings:
         why = "it looks for groups whose answers differ in reward, and distill learns from every answer"
         only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
         if self.distillation.learn_from != "student":
+            why = f"learn_from is {self.distillation.learn_from}, and the student plays no episodes"
+            only_with(self.flow, ("episodes",), False, why, "set learn_from to student")
             without_samples(self, f"with learn_from {self.distillation.learn_from} the student answers nothing")
         elif self.data.reward is None and not self.data.rewards:
             without_samples(self, "without a reward nothing scores them")

@@ -19,6 +19,7 @@ from rl.methods.steps import sampler_against_learner, with_fields
 from rl.settings import (
     DataSettings,
     EnvironmentSettings,
+    EpisodeFlowSettings,
     LearnedRewardSettings,
     LoopSettings,
     ModelSettings,
@@ -59,6 +60,7 @@ class OnlineDpoSettings:
     preference: OnlinePreferenceSettings = field(default_factory=OnlinePreferenceSettings)
     learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: EpisodeFlowSettings = field(default_factory=EpisodeFlowSettings)
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:

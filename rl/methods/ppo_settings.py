@@ -11,6 +11,7 @@ from rl.settings import (
     CorrectionSettings,
     DataSettings,
     EnvironmentSettings,
+    EpisodeFlowSettings,
     Inside,
     KlSettings,
     LearnedRewardSettings,
@@ -79,6 +80,7 @@ class PpoSettings:
     ppo: PpoOptions = field(default_factory=PpoOptions)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: EpisodeFlowSettings = field(default_factory=EpisodeFlowSettings)
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:

@@ -2,30 +2,28 @@
 
 Each alarm looks at a `History`, what is kept of the training rows of one stage (as metrics.jsonl has them), and says what it sees,
 or None. Alarms that speak of a trend compare the newest batches with the first ones; they are silent until there are enough.
-What is kept, and the time that a row takes, do not grow with the number of rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
-from typing import Any
 
 from rl.episodes import largest
+from rl.report.history import HIGH, LOW, MIXED, SOME, History, Row, column, number
 
-Row = Mapping[str, Any]
 Check = Callable[["History"], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
 GRAD_NORM, CRITIC_NORM, SKIPPED = "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite"
 ENTROPY = "optim/entropy"
+AGE = "async/age/mean"  # updates between a token's weights and those it trains, where sampling goes on while the learner updates
 CREDITED = "optim/frac_credited"  # share of the sampled tokens that were trained on with an advantage other than 0
 TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
-REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
-MIXED = "env/all/by_group/frac_mixed"
+REWARD, STD = "env/all/reward/total", "env/all/reward/std"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
 EPISODES, LENGTH, TRUNCATED = "env/all/total_episodes", "env/all/ac_tokens_per_turn", "env/all/frac_truncated"
@@ -34,73 +32,8 @@ CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
 CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
-FEW, SOME, MANY = 3, 5, 20  # batches: until a fault is no accident; for a level; for a trend under noise
+FEW, MANY = 3, 20  # batches: until a fault is no accident; for a trend under noise
 LOW_TEMPERATURE = 0.6  # the lower end of what is recommended for exploration, 0.6 to 1
-
-
-def number(row: Row, name: str) -> float:
-    """The metric; NaN where it is absent, or null because it was not finite."""
-    value = row.get(name)
-    return math.nan if value is None else float(value)
-
-
-def column(rows: Iterable[Row], name: str) -> list[float]:
-    return [number(row, name) for row in rows]
-
-
-class Ends:
-    """A metric's first and last `count` values, whatever lies between; rows without it (NaN) do not count."""
-
-    def __init__(self, count: int):
-        self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=count)
-        self._seen, self._count = 0, count
-
-    def add(self, value: float) -> None:
-        if math.isnan(value):
-            return
-        if len(self._first) < self._count:
-            self._first.append(value)
-        self._last.append(value)
-        self._seen += 1
-
-    def both(self) -> tuple[list[float], list[float]] | None:
-        """They do not overlap; None before there are as many."""
-        return (self._first, list(self._last)) if self._seen >= 2 * self._count else None
-
-
-class History:
-    """What is kept of a stage's rows: the last five, the first and last values of trends, the range of rewards."""
-
-    def __init__(self) -> None:
-        self.last: deque[Row] = deque(maxlen=SOME)
-        self.first_mixed: list[float] = []  # of the first five rows
-        self.lowest = self.highest = math.nan  # reward of any answer
-        self._began = False
-        self._ends = {name: Ends(count) for name, count in _TRENDS.items()}
-
-    def add(self, row: Row) -> None:
-        self.last.append({name: value for name, value in row.items() if name in _KEPT})
-        if len(self.first_mixed) < SOME:
-            self.first_mixed.append(number(row, MIXED))
-        low, high = number(row, LOW), number(row, HIGH)
-        # As min and max over a list do it: NaN stays where it came first, and is passed over elsewhere.
-        self.lowest = low if not self._began or low < self.lowest else self.lowest
-        self.highest = high if not self._began or high > self.highest else self.highest
-        self._began = True
-        for name, ends in self._ends.items():
-            ends.add(number(row, name))
-
-    @property
-    def newest(self) -> Row:
-        return self.last[-1]
-
-    def newest_few(self, count: int) -> list[Row]:
-        """The last `count` rows (at most five), fewer where there are not as many."""
-        return list(self.last)[-count:]
-
-    def ends(self, name: str) -> tuple[list[float], list[float]] | None:
-        return self._ends[name].both()
 
 
 def rises(first: Sequence[float], last: Sequence[float]) -> bool:
@@ -126,7 +59,9 @@ def mastered(seen: History) -> bool:
 def kl_above(level: float) -> Check:
     def check(seen: History) -> str | None:
         value = largest([abs(number(seen.newest, KL[0])), number(seen.newest, KL[1])])
-        return None if value <= level else f"KL between sampler and learner is {value:.3g}, above {level:g}"  # nan is not below
+        age = number(seen.newest, AGE)
+        late = f" (tokens are {age:.1f} updates old on average)" if age > 0 else ""
+        return None if value <= level else f"KL between sampler and learner is {value:.3g}, above {level:g}{late}"  # nan is not below
 
     return check
 
@@ -269,7 +204,8 @@ class Alarm:
 
 _MISMATCH = (
     "Samples and learner should agree: check precision (fp32 on both sides, or bf16 on both), and whether the policy was changed "
-    "between sampling and learning; truncated_is (grpo) bounds what it does."
+    "between sampling and learning; truncated_is (grpo) bounds what it does. Where tokens are updates old, lower max_steps_off_policy "
+    "(grpo) or learning_rate, or set a correction."
 )
 ALARMS = (
     Alarm("kl_0.01", KL, kl_above(0.01), _MISMATCH),
@@ -328,7 +264,7 @@ class Alarms:
     QUIET = 20
 
     def __init__(self, rows: Iterable[Row] = ()):
-        self._seen = History()
+        self._seen = History(_KEPT, _TRENDS)
         self._quiet: deque[frozenset[str]] = deque(maxlen=self.QUIET)  # which alarms were on, row by row
         for row in rows:
             self._seen.add(row)
@@ -345,6 +281,6 @@ class Alarms:
         return metrics, said
 
 
-_KEPT = frozenset((*(name for alarm in ALARMS for name in alarm.needs), CREDITED, STD, CRITIC_NORM, SKIPPED, TEACHER))
+_KEPT = frozenset((*(name for alarm in ALARMS for name in alarm.needs), CREDITED, STD, CRITIC_NORM, SKIPPED, TEACHER, AGE))
 # Of which metrics the first and last values are compared, and how many.
 _TRENDS = {REWARD: MANY, ENTROPY: SOME, BEGINNINGS: SOME, LENGTH: SOME, TRUNCATED: SOME, FORMAT: MANY // 2, CORRECT: MANY // 2}

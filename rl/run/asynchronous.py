@@ -48,7 +48,7 @@ def train_asynchronous(stage: Stage) -> None:
             metrics, (rollouts, datums), learning = learning.result(), taken, None
             metrics |= under_way.metrics(rollouts, sampler.version)
             sampler = stage.next_sampler(sampler)
-            flow.seats[None].stream.switch(sampler, anew=stage.given.flow.recompute_cache)
+            flow.seats[None].stream.switch(sampler, anew=stage.settings.flow.recompute_cache)
             under_way.admission.updated()
             stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, datums)
     stage.end()
@@ -65,7 +65,7 @@ class UnderWay:
 
     def __init__(self, stage: Stage, flow: Flow, state: Mapping[str, Any] | None):
         self.stage, self.flow = stage, flow
-        loop, asked = stage.loop, stage.given.flow
+        loop, asked = stage.loop, stage.settings.flow  # FlowSettings: only a method that has them comes here
         size = loop.batch_size
         self.admission = Admission(size, asked.max_steps_off_policy, size * loop.steps, asked.over_age == "redraw", stage.done)
         self.admission.next, self.admission.taken = size * stage.done, stage.done

@@ -15,7 +15,7 @@ from rl.rewards import Scorer
 from rl.run.decisions import Decisions
 from rl.run.keeper import Keeper
 from rl.run.opponents import Opponents
-from rl.settings import FlowSettings
+from rl.settings import EpisodeFlowSettings
 from rl.types import SamplingParams
 
 
@@ -55,9 +55,9 @@ class Given:
         return self.method.settings
 
     @property
-    def flow(self) -> FlowSettings:
+    def flow(self) -> EpisodeFlowSettings:
         """Who waits for whom; of a method without such settings, everybody."""
-        return getattr(self.settings, "flow", FlowSettings())
+        return getattr(self.settings, "flow", EpisodeFlowSettings())
 
     @property
     def loop(self) -> Any:

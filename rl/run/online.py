@@ -13,10 +13,10 @@ from rl.seeds import derive_seed
 @named
 def train_online(stage: Stage) -> None:
     """Runs a stage of a method that learns from its own samples, from where it stands to its end."""
-    if stage.given.flow.max_steps_off_policy:
+    if stage.given.flow.steps_off_policy:
         train_asynchronous(stage)
         return
-    if stage.given.flow.stream_minibatches > 1:
+    if stage.given.flow.parts > 1:
         train_streaming(stage)
         return
     sampler = stage.start()

@@ -86,7 +86,7 @@ class Samples:
         samplers: dict[str | None, Any] = {None: sampler}
         samplers.update(self.players(batch).items())
         streams = group_streams([builder.problem_index for builder in builders])
-        cuts = [round(i * len(builders) / given.flow.stream_minibatches) for i in range(given.flow.stream_minibatches + 1)]
+        cuts = [round(i * len(builders) / given.flow.parts) for i in range(given.flow.parts + 1)]
         parts: list[Rollouts] = []
         with self.flow(samplers, given.decisions.clock()) as flow:
             for number, (builder, problem) in enumerate(zip(builders, streams, strict=True)):

@@ -31,7 +31,9 @@ class Promise:
     async def wait(self, seconds: float) -> bool:
         """Whether it is done within `seconds`."""
         if not self.done.done():
-            await asyncio.wait([asyncio.wrap_future(self.done)], timeout=seconds)
+            waiting = asyncio.wrap_future(self.done)
+            waiting.add_done_callback(lambda told: told.cancelled() or told.exception())  # unread ones end in the log
+            await asyncio.wait([waiting], timeout=seconds)
         return self.done.done()
 
 

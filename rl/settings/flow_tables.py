@@ -10,8 +10,8 @@ from rl.settings.ranges import Range, Size, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowSettings:
-    """How sampling, environments, rewards and learning wait for each other."""
+class EpisodeFlowSettings:
+    """How sampling, environments and rewards wait for each other."""
 
     episodes: Literal["in_step", "continuous"] = "in_step"
     """in_step: all episodes of a batch take their turns together. continuous: each goes on as soon as its own turn, tool or reward is ready, while others decode; for slow rewards and episodes of uneven length. The same tokens are drawn either way."""
@@ -19,6 +19,31 @@ class FlowSettings:
     """continuous: environments and rewards that may be at work at once."""
     slice_steps: Size = 16
     """continuous: tokens that each running answer gets before whoever has become ready joins."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        only_with(self, ("max_waiting", "slice_steps"), self.continuous, "episodes is in_step", "set episodes to continuous")
+
+    @property
+    def continuous(self) -> bool:
+        """Whether episodes go on by themselves: asked for, or needed for what was."""
+        return self.episodes == "continuous" or self.parts > 1 or self.steps_off_policy > 0
+
+    @property
+    def parts(self) -> int:
+        """In which a batch's gradient is added up."""
+        return 1
+
+    @property
+    def steps_off_policy(self) -> int:
+        """Updates that a trained token may be old."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSettings(EpisodeFlowSettings):
+    """How sampling, environments, rewards and learning wait for each other."""
+
     stream_minibatches: Annotated[int, Range(1, 10**6)] = 1
     """Add a batch's gradient up over so many parts, each as soon as its groups have ended, while the rest are still sampled; one update, the same as of the whole batch. 1: after all of it."""
     max_steps_off_policy: Annotated[int, Range(0, 10_000)] = 0
@@ -29,13 +54,14 @@ class FlowSettings:
     """Where new weights reach an answer that is being drawn: read it again by them; off: go on with what the older weights read."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        moving = self.continuous
-        only_with(self, ("max_waiting", "slice_steps"), moving, "episodes is in_step", "set episodes to continuous")
+        super().__post_init__()
         late = self.max_steps_off_policy > 0
         only_with(self, ("over_age", "recompute_cache"), late, "max_steps_off_policy is 0", "set max_steps_off_policy, such as 2")
 
     @property
-    def continuous(self) -> bool:
-        """Whether episodes go on by themselves: asked for, or needed for what was."""
-        return self.episodes == "continuous" or self.stream_minibatches > 1 or self.max_steps_off_policy > 0
+    def parts(self) -> int:
+        return self.stream_minibatches
+
+    @property
+    def steps_off_policy(self) -> int:
+        return self.max_steps_off_policy
