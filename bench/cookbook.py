@@ -56,6 +56,8 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "chat_sl rolling": ("chat_sl.train", [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "rolling_save_every=1"]),
     "preference dpo": ("preference.dpo.train", [f"model_name={STUDENT}", "dataset=hhh", "batch_size=4", "max_length=256", "max_steps=2",
                                                 "behavior_if_log_dir_exists=delete"]),
+    "preference rlhf": ("preference.rlhf.rlhf_pipeline", [f"base_model={STUDENT}", "short_name=bench", "batch_size=4", "lora_rank=8",
+        "max_length=256", "rl_max_tokens=8", "rl_group_size=2", "eval_every=0", "max_steps=1"]),
     "preference shorter": ("preference.shorter.train", [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "batch_size=2",
         "group_size=4", "max_tokens=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]),
     "distillation on-policy": ("distillation.on_policy_distillation", [*DISTILL, f"teacher_model={TEACHER}", "groups_per_batch=4"]),
@@ -87,37 +89,56 @@ def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
     raise SystemExit(f"the server ended: {log.read_text()}")
 
 
-def run(name: str, python: str, url: str, work: Path, seconds: float) -> dict[str, str]:
+class Client:
+    """The environment that has tinker-cookbook: a process (bench/cookbook_client.py) that forks for each recipe."""
+
+    def __init__(self, python: str, url: str, work: Path):
+        environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
+                       "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf"),
+                       "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs")}  # fmt: skip
+        command = [python, str(REPO / "bench" / "cookbook_client.py")]
+        self.process = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, **asked: object) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())["code"]
+
+
+def run(name: str, client: Client, work: Path, seconds: float) -> dict[str, str]:
     module, settings = RECIPES[name]
     logs = work / "logs" / name.replace(" ", "-").replace(",", "")
-    place = "log_path" if "rlhf" not in name else "short_name"
-    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
-                   "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf")}  # fmt: skip
+    arguments = [*settings, f"log_path={logs}"] if "rlhf" not in name else settings
     begin, out = time.monotonic(), work / f"{logs.name}.out"
-    with out.open("w") as written:
-        command = [python, "-m", f"{PACKAGE}.{module}", *settings, f"{place}={logs}"]
-        try:
-            code = subprocess.run(command, cwd=work, env=environment, stdout=written, stderr=written, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            code = 124
+    code = client.run(module=f"{PACKAGE}.{module}", arguments=arguments, out=str(out), seconds=seconds)
     took = time.monotonic() - begin
     said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    metrics = sorted(logs.rglob("metrics.jsonl"))
+    metrics = sorted((logs if "rlhf" not in name else work / "logs" / "rlhf-bench").rglob("metrics.jsonl"))
     rows = [json.loads(line) for line in metrics[0].read_text().splitlines()] if metrics else []
     names = ("env/all/reward/total", "reward/total", "optim/kl_sample_train_v1", "train_mean_nll", "test/nll", "dpo_loss", "teacher_kl")
     seen = "; ".join(f"{key} {rows[-1][key]:.4g}" for key in names if rows and isinstance(rows[-1].get(key), float))
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
-    why = "" if code == 0 else (said[-1] if said else "")[:240]
+    why = "" if code == 0 else (said[-1] if said else "").replace(f"{work}/", "")[:240]
     print(f"{name}: {outcome} in {took:.0f} s, {len(rows)} rows of metrics. {seen} {why}", flush=True)
     return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(len(rows)),
             "seen": seen, "why": why}  # fmt: skip
+
+
+def keep(found: dict[str, str]) -> None:
+    """Writes a recipe's row among those that are there."""
+    before = {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
+    rows = {**before, found["recipe"]: found}
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found))
+        writer.writeheader()
+        writer.writerows(rows[name] for name in RECIPES if name in rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")))
-    parser.add_argument("--only", help="some of them, comma-separated (;): by default all", default=";".join(RECIPES))
+    parser.add_argument("--only", help="some of them, separated by ;: by default all", default=";".join(RECIPES))
     parser.add_argument("--seconds", type=float, default=120.0, help="that one recipe may take")
     parser.add_argument("--work", type=Path, help="keep the working folder here")
     args = parser.parse_args()
@@ -127,17 +148,15 @@ def main() -> None:
         if not (work / "openai").exists():
             lay_out(work, args.data.resolve(), problems=8)
         server, url = start_server(work, work / "server.log")
+        client = Client(args.python, url, work)
         try:
-            found = [run(name, args.python, url, work, args.seconds) for name in args.only.split(";")]
+            for name in args.only.split(";"):
+                keep(run(name, client, work, args.seconds))
         finally:
+            client.process.terminate()
+            client.process.wait(60)
             server.terminate()
             server.wait(60)
-    before = {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
-    rows = {**before, **{row["recipe"]: row for row in found}}
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]))
-        writer.writeheader()
-        writer.writerows(rows[name] for name in RECIPES if name in rows)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,8 @@ def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
         params, shown = SamplingParams(max_tokens=24, seed=1, stop=[]), []
         whole = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params))
         seen = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params, show=shown.append))
+        gone = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0))  # costs nobody's answer
+    assert [one.tokens for one in gone.sequences] == [one.tokens for one in whole.sequences]
     assert [one.tokens for one in seen.sequences] == [one.tokens for one in whole.sequences]
     lengths = [{i: len(one.tokens) for i, one in samples.items()} for samples in shown]
     assert lengths == [{0: n, 1: n} for n in (4, 8, 12, 16, 20)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -222,7 +223,8 @@ class Desk:
             part = stream.slice(_STEPS_SHOWN, shows=frozenset(shown)) if shown else stream.slice()
             finished = part.finished
             for ticket, samples in part.drawn.items():
-                shown[ticket](samples)
+                with contextlib.suppress(Exception):  # whoever reads along may be gone: others are drawn beside
+                    shown[ticket](samples)
         except BaseException as error:
             for job in tickets.values():
                 _settle(job.done, None, error, "sample")
