@@ -105,22 +105,35 @@ class Client:
         return json.loads(self.process.stdout.readline())["code"]
 
 
+METRICS = ("env/all/reward/total", "reward/total", "env/all/correct", "optim/kl_sample_train_v1", "grad_norm", "train_mean_nll", "test/nll",
+           "dpo_loss", "accuracy", "teacher_kl", "kl_policy_base")  # fmt: skip
+
+
+def folder_of(name: str, work: Path) -> Path:
+    return work / "logs" / ("rlhf-bench" if "rlhf" in name else name.replace(" ", "-").replace(",", ""))
+
+
+def seen_of(name: str, work: Path) -> tuple[int, str]:
+    """How many rows of metrics a recipe wrote, and what they said last."""
+    files = sorted(folder_of(name, work).rglob("metrics.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    last = {key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))}
+    return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
+
+
 def run(name: str, client: Client, work: Path, seconds: float) -> dict[str, str]:
     module, settings = RECIPES[name]
-    logs = work / "logs" / name.replace(" ", "-").replace(",", "")
+    logs = folder_of(name, work)
     arguments = [*settings, f"log_path={logs}"] if "rlhf" not in name else settings
     begin, out = time.monotonic(), work / f"{logs.name}.out"
     code = client.run(module=f"{PACKAGE}.{module}", arguments=arguments, out=str(out), seconds=seconds)
     took = time.monotonic() - begin
     said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    metrics = sorted((logs if "rlhf" not in name else work / "logs" / "rlhf-bench").rglob("metrics.jsonl"))
-    rows = [json.loads(line) for line in metrics[0].read_text().splitlines()] if metrics else []
-    names = ("env/all/reward/total", "reward/total", "optim/kl_sample_train_v1", "train_mean_nll", "test/nll", "dpo_loss", "teacher_kl")
-    seen = "; ".join(f"{key} {rows[-1][key]:.4g}" for key in names if rows and isinstance(rows[-1].get(key), float))
+    rows, seen = seen_of(name, work)
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
     why = "" if code == 0 else (said[-1] if said else "").replace(f"{work}/", "")[:240]
-    print(f"{name}: {outcome} in {took:.0f} s, {len(rows)} rows of metrics. {seen} {why}", flush=True)
-    return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(len(rows)),
+    print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
+    return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(rows),
             "seen": seen, "why": why}  # fmt: skip
 
 
