@@ -20,7 +20,10 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+from cookbook_world import STUDENT, TEACHER, lay_out  # noqa: E402
+
 RESULTS = REPO / "bench" / "results" / "cookbook.csv"
 PACKAGE = "tinker_cookbook.recipes"
 
@@ -53,6 +56,8 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "chat_sl rolling": ("chat_sl.train", [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "rolling_save_every=1"]),
     "preference dpo": ("preference.dpo.train", [f"model_name={STUDENT}", "dataset=hhh", "batch_size=4", "max_length=256", "max_steps=2",
                                                 "behavior_if_log_dir_exists=delete"]),
+    "preference rlhf": ("preference.rlhf.rlhf_pipeline", [f"base_model={STUDENT}", "short_name=bench", "batch_size=4", "lora_rank=8",
+        "max_length=256", "rl_max_tokens=8", "rl_group_size=2", "eval_every=0", "max_steps=1"]),
     "preference shorter": ("preference.shorter.train", [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "batch_size=2",
         "group_size=4", "max_tokens=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]),
     "distillation on-policy": ("distillation.on_policy_distillation", [*DISTILL, f"teacher_model={TEACHER}", "groups_per_batch=4"]),
@@ -73,58 +78,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-def rows_of(file: Path, limit: int = 64) -> list[dict]:
-    with open(file) as lines:
-        return [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
-
-
-def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
-    """A data set where datasets.load_dataset(name) looks first: a folder of that name."""
-    folder = work / name / config
-    folder.mkdir(parents=True)
-    listed = []
-    for split, rows in splits.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        listed.append(f"  - split: {split}\n    path: {config}/{split}.jsonl")
-    card = f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n" + "\n".join(listed) + "\n---\n"
-    (work / name / "README.md").write_text(card)
-
-
-def lay_out(work: Path, data: Path) -> None:
-    """Tokenizers and data sets under the names that recipes ask for."""
-    for name in (STUDENT, TEACHER):
-        (work / name).parent.mkdir(parents=True, exist_ok=True)
-        (work / name).symlink_to(data / "tokenizers" / "qwen3")
-    gsm = {split: rows_of(data / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")}
-    hub_folder(work, "openai/gsm8k", "main", gsm)
-    math = rows_of(data / "math" / "MATH_train.jsonl")
-    chats = [{"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
-             for row in gsm["train"]]  # fmt: skip
-    hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
-    hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 20})
-    asked = [{"question": row["problem"], "final_answer": row.get("answer", "0")} for row in math]
-    hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": asked})
-    pair = (("human", "question"), ("gpt", "answer"))
-    talk = [{"conversations": [{"from": who, "value": row[column]} for who, column in pair]} for row in gsm["train"]]
-    hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
-    pairs = [{"chosen": f"\n\nHuman: {row['question']}\n\nAssistant: {row['answer']}", "rejected":
-              f"\n\nHuman: {row['question']}\n\nAssistant: I do not know."} for row in gsm["train"]]  # fmt: skip
-    hub_folder(work, "Anthropic/hh-rlhf", "default", {"train": pairs * 20, "test": pairs[:16]})
-    science = [{"domain": "Chemistry", "question": row["question"], "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "A",
-                "answer": "A", "type": "mcq-4-choices", "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
-                "prompt": {"default": "Answer."}} for row in gsm["train"]]  # fmt: skip
-    hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
-    rubric = {"rubric_str": "Is it polite?", "extraction_regex": "<score>(.*)</score>"}
-    rubric["grader_output_format_instruction"] = "<score>1</score>"
-    convo = [{"role": "user", "content": "Say hello"}]
-    (work / "rubric.jsonl").write_text((json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8)
-    (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-
-
-def start_server(work: Path, data: Path, log: Path) -> tuple[subprocess.Popen, str]:
-    tokenizer = data / "tokenizers" / "qwen3"
-    bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}=tiny:chat,{tokenizer}")]
-    command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", str(work / "served")]
+def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
+    bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}={work / 'model'},{work / 'tokenizer'}")]
+    command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", tempfile.mkdtemp(prefix="served-", dir=work)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
     assert process.stdout is not None
     for line in process.stdout:
@@ -133,37 +89,69 @@ def start_server(work: Path, data: Path, log: Path) -> tuple[subprocess.Popen, s
     raise SystemExit(f"the server ended: {log.read_text()}")
 
 
-def run(name: str, python: str, url: str, work: Path, seconds: float) -> dict[str, str]:
+class Client:
+    """The environment that has tinker-cookbook: a process (bench/cookbook_client.py) that forks for each recipe."""
+
+    def __init__(self, python: str, url: str, work: Path):
+        environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
+                       "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf"),
+                       "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs")}  # fmt: skip
+        command = [python, str(REPO / "bench" / "cookbook_client.py")]
+        self.process = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, **asked: object) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())["code"]
+
+
+METRICS = ("env/all/reward/total", "reward/total", "env/all/correct", "optim/kl_sample_train_v1", "grad_norm", "train_mean_nll", "test/nll",
+           "dpo_loss", "accuracy", "teacher_kl", "kl_policy_base")  # fmt: skip
+
+
+def folder_of(name: str, work: Path) -> Path:
+    return work / "logs" / ("rlhf-bench" if "rlhf" in name else name.replace(" ", "-").replace(",", ""))
+
+
+def seen_of(name: str, work: Path) -> tuple[int, str]:
+    """How many rows of metrics a recipe wrote, and what they said last."""
+    files = sorted(folder_of(name, work).rglob("metrics.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    last = {key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))}
+    return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
+
+
+def run(name: str, client: Client, work: Path, seconds: float) -> dict[str, str]:
     module, settings = RECIPES[name]
-    logs = work / "logs" / name.replace(" ", "-").replace(",", "")
-    place = "log_path" if "rlhf" not in name else "short_name"
-    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
-                   "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf")}  # fmt: skip
+    logs = folder_of(name, work)
+    arguments = [*settings, f"log_path={logs}"] if "rlhf" not in name else settings
     begin, out = time.monotonic(), work / f"{logs.name}.out"
-    with out.open("w") as written:
-        command = [python, "-m", f"{PACKAGE}.{module}", *settings, f"{place}={logs}"]
-        try:
-            code = subprocess.run(command, cwd=work, env=environment, stdout=written, stderr=written, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            code = 124
+    code = client.run(module=f"{PACKAGE}.{module}", arguments=arguments, out=str(out), seconds=seconds)
     took = time.monotonic() - begin
     said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    metrics = sorted(logs.rglob("metrics.jsonl"))
-    rows = [json.loads(line) for line in metrics[0].read_text().splitlines()] if metrics else []
-    names = ("env/all/reward/total", "reward/total", "optim/kl_sample_train_v1", "train_mean_nll", "test/nll", "dpo_loss", "teacher_kl")
-    seen = "; ".join(f"{key} {rows[-1][key]:.4g}" for key in names if rows and isinstance(rows[-1].get(key), float))
+    rows, seen = seen_of(name, work)
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
-    why = "" if code == 0 else (said[-1] if said else "")[:240]
-    print(f"{name}: {outcome} in {took:.0f} s, {len(rows)} rows of metrics. {seen} {why}", flush=True)
-    return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(len(rows)),
+    why = "" if code == 0 else (said[-1] if said else "").replace(f"{work}/", "")[:240]
+    print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
+    return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(rows),
             "seen": seen, "why": why}  # fmt: skip
+
+
+def keep(found: dict[str, str]) -> None:
+    """Writes a recipe's row among those that are there."""
+    before = {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
+    rows = {**before, found["recipe"]: found}
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found))
+        writer.writeheader()
+        writer.writerows(rows[name] for name in RECIPES if name in rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")))
-    parser.add_argument("--only", help="some of them, comma-separated (;): by default all", default=";".join(RECIPES))
+    parser.add_argument("--only", help="some of them, separated by ;: by default all", default=";".join(RECIPES))
     parser.add_argument("--seconds", type=float, default=120.0, help="that one recipe may take")
     parser.add_argument("--work", type=Path, help="keep the working folder here")
     args = parser.parse_args()
@@ -171,19 +159,17 @@ def main() -> None:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         if not (work / "openai").exists():
-            lay_out(work, args.data.resolve())
-        server, url = start_server(work, args.data.resolve(), work / "server.log")
+            lay_out(work, args.data.resolve(), problems=8)
+        server, url = start_server(work, work / "server.log")
+        client = Client(args.python, url, work)
         try:
-            found = [run(name, args.python, url, work, args.seconds) for name in args.only.split(";")]
+            for name in args.only.split(";"):
+                keep(run(name, client, work, args.seconds))
         finally:
+            client.process.terminate()
+            client.process.wait(60)
             server.terminate()
             server.wait(60)
-    before = {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
-    rows = {**before, **{row["recipe"]: row for row in found}}
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]))
-        writer.writeheader()
-        writer.writerows(rows[name] for name in RECIPES if name in rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""What a server bears, on loopback: `python bench/serving.py fuzz|connections|kill|load [--count N]`. Rows go to bench/results/serving.csv.
+"""What a server bears, on loopback: `python bench/serving.py fuzz|body|connections|kill|load [--count N]`.
+
+Rows go to bench/results/serving.csv.
 
 fuzz         protobuf bodies with changed bytes; none may be answered with 500 or a traceback, and the model goes on as before
+body         one of so many MiB, announced and not: refused, and the server has kept no more of it than it takes
 connections  so many open at once, each asking; the server answers a client beside them
 kill         SIGKILL between two updates of a --durable server, restarted with --resume: the same weights as one that was left alone
 load         tokens/s of so many concurrent samples over the wire beside one in-process `sample_many`; what a forward_backward call costs
@@ -93,6 +96,28 @@ def fuzz(folder: Path, count: int) -> dict[str, str]:
     alive = httpx.get(f"{server.url}/healthz").status_code
     server.stop()
     return {"answers": json.dumps(seen), "alive": str(alive)}
+
+
+def body_size(folder: Path, count: int) -> dict[str, str]:
+    """`count` MiB in one body. Its length is announced, or it comes in chunks of which nobody knows how many there are."""
+    server, found = Server(folder), {}
+    server.model()
+
+    def memory(field: str) -> int:
+        status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith(field)) // 1024
+
+    before = memory("VmRSS")
+    for name, announced in (("announced", True), ("not announced", False)):
+        headers = {**PROTOBUF, **({"content-length": str(count << 20)} if announced else {})}
+        try:
+            answer = server.http.post("/forward_backward", content=(bytes(1 << 20) for _ in range(count)), headers=headers)
+            found[name] = str(answer.status_code)
+        except httpx.TransportError as error:  # the server answered and hung up while the rest was being sent
+            found[name] = type(error).__name__
+    found |= {"grew by MiB at most": str(memory("VmHWM") - before), "alive": str(httpx.get(f"{server.url}/healthz").status_code)}
+    server.stop()
+    return found
 
 
 def connections(folder: Path, count: int) -> dict[str, str]:
@@ -188,7 +213,7 @@ def load(folder: Path, count: int) -> dict[str, str]:
 
 
 def main() -> None:
-    cases = {"fuzz": (fuzz, 10_000), "connections": (connections, 1000), "kill": (kill, 3), "load": (load, 64)}
+    cases = {"fuzz": (fuzz, 10_000), "body": (body_size, 2048), "connections": (connections, 1000), "kill": (kill, 3), "load": (load, 64)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)

@@ -7,6 +7,7 @@ import asyncio
 from starlette.applications import Starlette
 
 from rl import ServiceClient
+from rl.clients import SampleStream
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.serve.chat_routes import routes
@@ -31,9 +32,23 @@ class TinyDesk:
             error = ValueError(f"there is no model {model!r}")
             error.status = 404
             raise error
+        show = what.pop("show", None)
         self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
+        if show is not None:
+            request = self.client.request(ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what)
+            return await asyncio.to_thread(self._shown, request, show)
         future = self.client.sample(ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what)
         return await asyncio.to_thread(future.result)
+
+    def _shown(self, request, show):
+        """The same a step at a time; after each, what there is so far is shown."""
+        with SampleStream(self.client) as stream:
+            ticket = stream.add(request)
+            while ticket not in (part := stream.slice(1, shows=True)).finished:
+                show(part.drawn.get(ticket, {}))
+        if isinstance(part.finished[ticket], ValueError):
+            raise part.finished[ticket]
+        return part.finished[ticket]
 
     def models(self, owner):
         return [ServedModel(self.base, self.client.info["max_context"], 0)]
@@ -53,7 +68,7 @@ class ScriptedDesk:
         self._renderer = get_renderer(renderer, self._tokenizer)
         self.say, self.drawn, self.by_character, self.reason = say, [], False, "length"
 
-    async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, **what):
+    async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, show=None, **what):
         sequences = []
         for _ in range(num_samples):
             given = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
@@ -64,8 +79,14 @@ class ScriptedDesk:
             tokens += [] if cut else self._end()
             self.drawn.append((list(prompt_ids), tokens))
             logprobs = [-0.5 - 0.001 * k for k in range(len(tokens))]
+            for k in range(len(tokens) if show else 0):
+                show({len(sequences): SampledSequence(tokens[:k], logprobs[:k], "length", version=0, temperature=1.0)})
+                await self.pace(k)
             sequences.append(SampledSequence(tokens, logprobs, self.reason if cut else "stop", version=0, temperature=1.0))
         return SampleResponse(sequences)
+
+    async def pace(self, drawn):
+        """Called where tokens are shown one by one."""
 
     def _end(self):
         stop = self._renderer.get_stop_sequences()[0]

@@ -25,10 +25,10 @@ PROTOBUF = "application/x-protobuf"
 
 @contextmanager
 def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384, resume: bool = False, durable: bool = False,
-           **limits: Any) -> Iterator[Served]:  # fmt: skip
+           base: str = BASE, **limits: Any) -> Iterator[Served]:  # fmt: skip
     worker = WorkerSettings(learner=LearnerSettings(token_budget=token_budget))
     bounds = Limits(**{"poll_seconds": 5.0, **limits})
-    bases = (ServedBase(BASE, BASE),)
+    bases = (ServedBase(base, base),)
     served = Served.of(ServeSettings(bases, folder, keys=tuple(keys), resume=resume, durable=durable, limits=bounds, worker=worker))
     served.desk.start()
     try:
@@ -39,7 +39,11 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
 
 def datum_message(datum: Datum) -> Any:
     message = wire.MESSAGES["Datum"]()
-    message.model_input.add().encoded_text.tokens = np.asarray(datum.model_input.to_ints(), "<i4").tobytes()
+    for chunk in datum.model_input.chunks:
+        if chunk.type == "image":
+            message.model_input.add().image.MergeFrom(wire.MESSAGES["ImageChunk"](data=chunk.data, format=chunk.format))
+        else:
+            message.model_input.add().encoded_text.tokens = np.asarray(chunk.tokens, "<i4").tobytes()
     for name, data in datum.loss_fn_inputs.items():
         tensor = message.loss_fn_inputs[name]
         tensor.dense, tensor.dtype = data.array.tobytes(), wire.FLOAT32 if data.dtype == "float32" else wire.INT64
@@ -62,8 +66,8 @@ class Wire:
         self.session = self.post("create_session", type="create_session", tags=[], sdk_version="0.38.0")["session_id"]
         return self.session
 
-    def model(self, seq: int = 0, rank: int = 4, seed: int = 7) -> str:
-        body = {"session_id": self.session, "model_seq_id": seq, "base_model": BASE, "lora_config": {"rank": rank, "seed": seed}}
+    def model(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> str:
+        body = {"session_id": self.session, "model_seq_id": seq, "base_model": base, "lora_config": {"rank": rank, "seed": seed}}
         return self.wait(self.post("create_model", **body))["model_id"]
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
@@ -107,9 +111,9 @@ class Wire:
         asked = self.post("save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number)
         return self.wait(asked)["sampling_session_id"]
 
-    def ask_sample(self, sampler: str, seq: int, prompt: Sequence[int], count: int = 1, **fields: Any) -> dict[str, Any]:
+    def ask_sample(self, sampler: str, seq: int, prompt: Sequence[Any], count: int = 1, **fields: Any) -> dict[str, Any]:
         params = {name: fields.pop(name) for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p") if name in fields}
-        chunks = [{"type": "encoded_text", "tokens": list(prompt)}]
+        chunks = prompt if isinstance(prompt[0], dict) else [{"type": "encoded_text", "tokens": list(prompt)}]
         body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": count, "prompt": {"chunks": chunks}}
         return self.post("asample", **body, sampling_params={"max_tokens": 8, **params}, **fields)
 

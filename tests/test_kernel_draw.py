@@ -49,7 +49,7 @@ def test_equal_tokens_to_the_path_from_logits():
         g = torch.Generator().manual_seed(seed)
         x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
         temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.3 + np.arange(N) % 4 * 0.4)
-        settings = row_settings(temperatures, np.full(N, -1), np.ones(N), V, x.device)
+        settings = row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
         expected = from_logits(x @ w.t(), stream(N, seed), settings)
         greedy = torch.from_numpy(temperatures == 0)
         temperature = torch.where(greedy, 1.0, torch.from_numpy(temperatures).float())

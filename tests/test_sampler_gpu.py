@@ -21,7 +21,7 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     x, w = torch.randn(N, D, generator=g, device="cuda"), torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
-    settings = row_settings(temperatures, np.full(N, -1), np.ones(N), V, x.device)
+    settings = row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
     z = x.double() @ w.double().t()
     expected = from_logits(z.float(), u, settings)
     greedy = torch.from_numpy(temperatures == 0).cuda()

@@ -11,9 +11,9 @@ from rl.sampler.token_sampling import RowSettings, draw, inverse_cdf, row_settin
 CPU = torch.device("cpu")
 
 
-def settings_of(rows: list[tuple[float, int, float]], vocab: int) -> RowSettings:
-    columns = list(zip(*rows, strict=True))
-    return row_settings(np.array(columns[0]), np.array(columns[1]), np.array(columns[2]), vocab, CPU)
+def settings_of(rows: list[tuple], vocab: int) -> RowSettings:
+    """Of (temperature, top_k, top_p), and where it is given whether logprobs are of the whole distribution."""
+    return row_settings(*(np.array(column) for column in zip(*rows, strict=True)), vocab=vocab, device=CPU)
 
 
 def brute_distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -45,6 +45,21 @@ def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
         cumulative = np.cumsum(expected)
         assert tokens[row] == int(np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right"))
         assert math.isclose(logprobs[row], math.log(expected[tokens[row]]), abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
+    """The same tokens as with the logprobs of what was drawn from, and each row's own kind of logprob, side by side."""
+    torch.manual_seed(2)
+    cuts = [(3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1.0)]
+    logits, uniform = torch.randn(len(cuts) * 2, 12) * 2, torch.rand(len(cuts) * 2, dtype=torch.float64)
+    rows = [(temperature, *cut, whole) for cut in cuts for whole in (True, False)]
+    tokens, logprobs = draw(logits, uniform, settings_of(rows, 12))
+    usual_tokens, usual = draw(logits, uniform, settings_of([row[:3] for row in rows], 12))
+    assert tokens.tolist() == usual_tokens.tolist()
+    for i, (_, _, _, whole) in enumerate(rows):
+        expected = brute_distribution(logits[i].tolist(), temperature or 1.0, -1, 1.0)[tokens[i]]
+        assert math.isclose(logprobs[i], math.log(expected), abs_tol=1e-5) if whole else logprobs[i] == usual[i]
 
 
 def test_rows_with_their_own_settings_do_not_disturb_each_other():

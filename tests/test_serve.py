@@ -1,6 +1,7 @@
 """The server by its wire: the same as the clients in this process, in order, once, and each tenant for himself."""
 
 import asyncio
+import base64
 import gc
 import shutil
 import threading
@@ -8,14 +9,16 @@ import time
 
 import numpy as np
 import pytest
+from seeing import chunk, spelt
 from serving import BASE, PROTOBUF, Wire, server
 
 from rl.clients import ServiceClient, WorkerSettings
+from rl.images import reader_of
 from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.serve import wire
 from rl.serve.promises import Promise
-from rl.types import AdamParams, Datum, ModelInput, SamplingParams
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
 
@@ -61,8 +64,8 @@ def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wire
     rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])  # the first chunk comes last, as the SDK sends it
     stepped = wires.step(model, 3, grad_clip_norm=1.0)
     client = here.create_lora_training_client(BASE, 4, 7)
-    for asked, chunk in ((first, data[:3]), (rest, data[3:])):
-        there, mine = wires.output(asked), client.forward_backward(chunk, "cross_entropy").result()
+    for asked, part in ((first, data[:3]), (rest, data[3:])):
+        there, mine = wires.output(asked), client.forward_backward(part, "cross_entropy").result()
         for logprobs, output in zip(there[0], mine.loss_fn_outputs, strict=True):
             assert np.array_equal(logprobs, output["logprobs"].array)
         assert there[1] == mine.metrics
@@ -405,6 +408,58 @@ def test_settings_that_would_open_the_door_are_refused():
     for fields, said in wrong:
         with pytest.raises(UserError, match=said):
             ServeSettings(**{"bases": bases, "output_dir": "x", **fields})
+
+
+def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
+    """Trained and sampled over the wire, beside the clients here; a model that reads text alone says so, and bytes that are no image."""
+    base, adam = "tiny:vision", {"learning_rate": 1e-2}
+    with ServiceClient(output_dir=tmp_path / "here") as service:
+        client = service.create_lora_training_client(base, 4, 7)
+        words = client.get_tokenizer()
+        head = spelt(words, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>")
+        whole = reader_of(words).settled(ModelInput([*head.chunks, *spelt(words, "3").chunks]))
+        datum = Datum(whole.cut(whole.length - 1), {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)})
+        mine = client.forward_backward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].array
+        client.optim_step(AdamParams(**adam)).result()
+        params = SamplingParams(max_tokens=6, seed=3)
+        expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
+    with server(tmp_path / "there", base=base) as served:
+        one = Wire(served)
+        one.open()
+        model = one.model(base=base)
+        (found,), _ = one.output(one.ask(model, 1, [datum]))
+        one.wait(one.step(model, 2))
+        sampler = one.sampler(model, 3)
+        picture = {"type": "image", "data": base64.b64encode(chunk(1).data).decode(), "format": "png"}
+        prompt = [picture if part.type == "image" else {"type": "encoded_text", "tokens": list(part.tokens)} for part in head.chunks]
+        drawn = one.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
+        broken = one.wait(one.ask_sample(sampler, 2, [{**picture, "data": base64.b64encode(b"no image").decode()}]))
+    assert np.array_equal(found, mine)
+    assert [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences] == [s.tokens for s in expected.sequences]
+    assert broken["category"] == "user" and "image" in broken["error"]
+
+
+def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
+    """Against the score of each such prefix with that token behind it; listed in full and in compressed rows; here and over the wire."""
+    prompt, wanted = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
+    listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(wanted) if token >= 0]
+    full = {"data": wanted.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
+    rows = {"data": [token for *_, token in listed], "dtype": "int64", "shape": [3, 2]}
+    rows |= {"sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [j for _, j, _ in listed]}
+    sampler = wires.sampler(wires.model(), 1)
+    client = served.tenants.sampling_client(served.book.samplers[sampler])
+    here = client.sample(ModelInput.from_ints(prompt), 1, SamplingParams(max_tokens=1), target_prompt_logprobs=TensorData(wanted)).result()
+    expected = np.zeros((3, 2))
+    for i, j, token in listed:
+        expected[i, j] = client.compute_logprobs(ModelInput.from_ints([*prompt[: i + 1], token])).result()[-1]
+    assert np.abs(here.target_prompt_logprobs.array - expected).max() < 1e-5 and expected.min() < -1
+    for seq, given in enumerate((full, rows)):
+        found = wires.sample(sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=given).target_prompt_logprobs
+        assert list(found.shape) == [3, 2] and np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
+    for wrong in ({**full, "shape": [2, 3]}, {**full, "data": [999] * 6}, {**rows, "sparse_crow_indices": [0, 9]}, {**full, "data": "x"}):
+        seq += 1
+        refused = wires.wait(wires.ask_sample(sampler, seq, prompt, target_prompt_logprobs=wrong))
+        assert refused["category"] == "user" and "target_prompt_logprobs" in refused["error"]
 
 
 def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():

@@ -234,7 +234,7 @@ def test_a_loss_made_beforehand_is_the_sum_over_datums(service, client):
 
 def test_what_is_not_done_here_says_so(service, client):
     sampler, params = client.save_weights_and_get_sampling_client(), types.SamplingParams(max_tokens=1)
-    for asked in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}, {"target_prompt_logprobs": types.TensorData([[1]])}):
+    for asked in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}):
         with pytest.raises(rl.BadRequestError, match=f"{next(iter(asked))} is not computed here"):
             sampler.sample(PROMPT, 1, params, **asked)
     with pytest.raises(rl.BadRequestError, match="kind is 'snapshot'"):

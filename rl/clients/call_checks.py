@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rl.episodes import check_datum
 from rl.errors import BadRequestError
 from rl.images import reader_of, without_reader
 from rl.losses import KL_KINDS, LossSpec, check_config, get_loss
-from rl.types import Datum, ImageAssetPointerChunk, ImageChunk, ModelInput
+from rl.types import Datum, ImageAssetPointerChunk, ImageChunk, ModelInput, TensorData
 from rl.types.checked import number
 
 _POSITIVE = {"least": 0.0, "open_ends": True}
@@ -114,3 +116,18 @@ def _kind_of(data: Any) -> str:
     if not isinstance(data, Sequence):
         return f"a {type(data).__name__}"
     return "one that holds a " + next(type(datum).__name__ for datum in data if not isinstance(datum, Datum))
+
+
+def checked_targets(given: Any, prompt_tokens: int, vocabulary: int) -> np.ndarray | None:
+    """The ids of target_prompt_logprobs, [prompt tokens - 1, K], -1 for none. Raises ValueError for what they are not."""
+    if given is None:
+        return None
+    name = "target_prompt_logprobs"
+    if not isinstance(given, TensorData) or given.dtype != "int64":
+        raise BadRequestError(f"{name} is a types.TensorData of token ids (int64), got {_kind_of(given)}")
+    if given.array.ndim != 2 or len(given.array) != prompt_tokens - 1:
+        raise BadRequestError(f"{name} has the shape [prompt tokens - 1, K], here [{prompt_tokens - 1}, K]; got {given.shape}")
+    low, high = given.array.min(initial=-1), given.array.max(initial=-1)
+    if low < -1 or high >= vocabulary:
+        raise BadRequestError(f"{name} holds ids from 0 to {vocabulary - 1}, or -1 for none; got {low} to {high}")
+    return given.array

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rl.clients.async_spellings import AsyncSampling
-from rl.clients.call_checks import settled
+from rl.clients.call_checks import checked_targets, settled
 from rl.clients.context import ServiceContext
 from rl.clients.driver import Driver
 from rl.clients.futures import APIFuture, IsItsOwnFuture
@@ -87,13 +87,13 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
 
         Samples asked for one after another run as one batch when the first of them is waited for. Without a seed each
         call draws anew from the service's own stream; with one, the same prompt gives the same samples.
-        `prompt_logprobs_last_n`: those of earlier tokens are None. `topk_sample_logprobs`, `target_prompt_logprobs` and
+        `prompt_logprobs_last_n`: those of earlier tokens are None. `target_prompt_logprobs` (ids, [prompt tokens - 1, K]): the logprob
+        of each in the place of the prompt's token i + 1; -1 asks for nothing, and is answered with 0. `topk_sample_logprobs` and
         `prompt_alt_tokens_k` are not computed here: asking for them is an error.
         """
         asked = {"topk_sample_logprobs": topk_sample_logprobs, "prompt_alt_tokens_k": prompt_alt_tokens_k}
-        asked["target_prompt_logprobs"] = 0 if target_prompt_logprobs is None else 1
         wanted = (include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n)
-        request = self.request(prompt, num_samples, sampling_params, *wanted, asked)
+        request = self.request(prompt, num_samples, sampling_params, *wanted, asked, target_prompt_logprobs)
         future = self._driver.submit_sample(self._version_id, request)
         return APIFuture(future, lambda response: self._noted(response, prompt_logprobs_last_n), before_wait=self._driver.flush)
 
@@ -106,6 +106,7 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         topk_prompt_logprobs: int = 0,
         prompt_logprobs_last_n: int | None = None,
         asked: Mapping[str, int] | None = None,
+        target_prompt_logprobs: TensorData | None = None,
     ) -> Request:
         """An extension: what `sample` asks for, with its random stream, for a `SampleStream`. `asked`: what is not computed, if wanted."""
         prompt = settled(prompt, self.info)
@@ -131,6 +132,7 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
             first_index=0,
             include_prompt_logprobs=switch("include_prompt_logprobs", include_prompt_logprobs),
             topk_prompt_logprobs=int(topk_prompt_logprobs),
+            target_prompt_tokens=checked_targets(target_prompt_logprobs, len(tokens), self.info["vocab_size"]),
         )
 
     def _check_request(self, prompt: ModelInput, num_samples: int, params: SamplingParams, topk_prompt_logprobs: int = 0) -> list[int]:

@@ -6,7 +6,7 @@ has dealt to it; a slice is so many steps of each, so other verbs (an update, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from rl.sampler import Engine, Request
@@ -70,8 +70,10 @@ class Stream:
                 finished[self.tickets.pop(done.request_id)] = done.response
         return finished
 
-    def drawn(self) -> dict[int, dict[int, SampledSequence]]:
-        return {self.tickets[number]: samples for number, samples in self.engine.drawn().items()}
+    def drawn(self, tickets: Collection[int] | bool) -> dict[int, dict[int, SampledSequence]]:
+        """Of these tickets; True: of all."""
+        wanted = {number for number, ticket in self.tickets.items() if tickets is True or ticket in tickets}  # type: ignore[operator]
+        return {self.tickets[number]: samples for number, samples in self.engine.drawn(wanted).items()} if wanted else {}
 
     def counters(self) -> dict[str, int]:
         """Since they were last asked for."""
@@ -100,7 +102,7 @@ class Asked:
     dropped: Sequence[int] = ()
     left: Sequence[str] = ()  # conversations that have no further turn
     anew: bool = False
-    shows: bool = False  # whether to tell what running samples have drawn so far
+    shows: Collection[int] | bool = False  # the tickets of which to tell what has been drawn so far; True: all
 
 
 def run_slice(stream: Stream, asked: Asked, rank: int, make_engine: Callable[[], Engine]) -> Slice:
@@ -113,4 +115,4 @@ def run_slice(stream: Stream, asked: Asked, rank: int, make_engine: Callable[[],
     refused = stream.take(mine, asked.dropped)
     done = stream.run(asked.steps)
     part = Slice({**refused, **done}, stream.counters())
-    return replace(part, drawn=stream.drawn()) if asked.shows else part
+    return replace(part, drawn=stream.drawn(asked.shows)) if asked.shows else part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rl.clients.driver import Driver
@@ -87,8 +87,8 @@ class SampleStream:
             if self._done(ticket):
                 self._dropped.append(ticket)
 
-    def slice(self, steps: int = STEPS, *, shows: bool = False) -> Slice:
-        """Lets in what has arrived and takes at most `steps` steps; what has finished by now."""
+    def slice(self, steps: int = STEPS, *, shows: Collection[int] | bool = False) -> Slice:
+        """Lets in what has arrived and takes at most `steps` steps; what has finished by now. `shows`: tickets, or True for all."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
             dropped, self._dropped = self._dropped, []

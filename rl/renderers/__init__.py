@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.renderers.base import Renderer, TrainOn, content_text, texts
+from rl.renderers.begun import certain_text, opens_thoughts, parse_begun
 from rl.renderers.chat_template import ChatTemplateRenderer
 from rl.renderers.ends import note_ends
 from rl.renderers.parsing import split_thoughts, with_calls
@@ -22,9 +23,12 @@ __all__ = [
     "RoleColonRenderer",
     "StopsAt",
     "TrainOn",
+    "certain_text",
     "content_text",
     "get_renderer",
     "note_ends",
+    "opens_thoughts",
+    "parse_begun",
     "split_thoughts",
     "texts",
     "with_calls",

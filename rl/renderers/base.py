@@ -74,6 +74,10 @@ class Renderer(ABC):
         the model has seen it, such as by a template that leaves out earlier thoughts: then `build_generation_prompt` writes it anew.
         """
 
+    def marks(self) -> tuple[str, ...]:
+        """Texts with which an answer's text ends, or becomes something else: thoughts, calls of tools, another's turn."""
+        return ()
+
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
         """This renderer, where the model may call `tools`, each {"type": "function", "function": {name, description, parameters}}.
 

@@ -10,7 +10,7 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import reader_of
 from rl.renderers.base import Renderer, Span, TrainOn, texts, trained_indices, weighted_example
-from rl.renderers.parsing import CALL_BEGIN, THOUGHT_END, split_calls, split_thoughts
+from rl.renderers.parsing import CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END, split_calls, split_thoughts
 from rl.renderers.pictures import expanded, for_template, located, written_texts
 from rl.types import Message, ModelInput
 
@@ -68,6 +68,9 @@ class ChatTemplateRenderer(Renderer):
 
     def get_stop_sequences(self) -> list[int]:
         return [self._end_id, *sorted(self.ends - {self._end_id})]
+
+    def marks(self) -> tuple[str, ...]:
+        return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *((CALL_BEGIN,) if self._calls_tools else ()))
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._until_end(tokens)

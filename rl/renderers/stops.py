@@ -29,6 +29,9 @@ class StopsAt(Renderer):
     def get_stop_sequences(self) -> list[str] | list[int]:
         return [*self.inner.get_stop_sequences(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler takes both
 
+    def marks(self) -> tuple[str, ...]:
+        return (*self.inner.marks(), *self.stops)
+
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         message, ended = self.inner.parse_response(tokens)
         content = str(message["content"])

@@ -27,6 +27,9 @@ class _TextRenderer(Renderer):
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
         return type(self)(self.tokenizer, self.ends, tools) if tools else self
 
+    def marks(self) -> tuple[str, ...]:
+        return (CALL_BEGIN,) if self.tools else ()
+
     def _said(self, message: Message) -> str:
         return with_calls(message) if self.tools and message["role"] == "assistant" else said(message)
 
@@ -133,6 +136,9 @@ class RoleColonRenderer(_TextRenderer):
 
     def get_stop_sequences(self) -> list[str]:
         return [_STOP, CALL_END] if self.tools else [_STOP]
+
+    def marks(self) -> tuple[str, ...]:
+        return (*super().marks(), _STOP)
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._until_end(tokens)

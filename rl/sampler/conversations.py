@@ -37,7 +37,7 @@ class Conversations:
     def _kept(self, job: Job) -> int | None:
         """The slot that holds a job's conversation so far, where it is in the cache and goes on as it was."""
         name = job.request.conversation
-        if name is None or job.request.include_prompt_logprobs or job.request.topk_prompt_logprobs:
+        if name is None or job.request.scores_prompt:
             return None
         for slot, prompt in enumerate(self._prompts):
             if prompt.conversation == name and prompt.tokens == job.key[0][: len(prompt.tokens)] != job.key[0]:

@@ -7,7 +7,7 @@ group), draws one token for every row and retires the finished ones. Requests en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class Engine(Conversations):
             max_tokens=max_tokens,
             stop_row=self._stops.row(condition),
             stop_strings=condition.strings,
-            key=((*prompt, *begun), request.include_prompt_logprobs, request.topk_prompt_logprobs, tuple(request.images)),
+            key=((*prompt, *begun), request.scores(), tuple(request.images)),
             left=request.num_samples,
             begun=len(begun),
             sequences=[None] * request.num_samples,
@@ -191,8 +191,8 @@ class Engine(Conversations):
             return
         readers: list[PromptReader | None] = []
         for job in jobs:
-            wanted = job.request.include_prompt_logprobs or job.request.topk_prompt_logprobs > 0
-            readers.append(PromptReader(job.key[0], topk=job.request.topk_prompt_logprobs) if wanted else None)
+            topk, targets = job.request.topk_prompt_logprobs, job.request.target_prompt_tokens
+            readers.append(PromptReader(job.key[0], topk=topk, targets=targets) if job.request.scores_prompt else None)
         images = {"images": [job.request.images for job in jobs]} if any(job.request.images for job in jobs) else {}
         logits_PV = self._state.prefill([job.key[0] for job in jobs], [reader.read if reader else None for reader in readers], **images)
         for job, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):
@@ -216,6 +216,7 @@ class Engine(Conversations):
             temperature=[request.params.temperature for request in requests],
             top_k=[request.params.top_k for request in requests],
             top_p=[request.params.top_p for request in requests],
+            untruncated_logprobs=[request.params.untruncated_logprobs for request in requests],
         )
         first = len(self._rows) - sum(count for _, _, count in entering)
         for job, slot, count in entering:
@@ -234,8 +235,8 @@ class Engine(Conversations):
         """A token and its logprob for each row, brought to the host in one transfer."""
         if self._settings is None:
             rows = self._rows
-            how = (rows["temperature"], rows["top_k"], rows["top_p"])
-            self._settings = row_settings(*how, logits_NV.shape[1], logits_NV.device)
+            how = (rows["temperature"], rows["top_k"], rows["top_p"], rows["untruncated_logprobs"])
+            self._settings = row_settings(*how, vocab=logits_NV.shape[1], device=logits_NV.device)
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
         tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
         both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # float64 holds every token id exactly
@@ -323,13 +324,13 @@ class Engine(Conversations):
         if self._jobs.pop(request_id, None) is not None:
             self._leave(self._rows["job"] == request_id)
 
-    def drawn(self) -> dict[int, dict[int, SampledSequence]]:
-        """What running samples have drawn so far, by request and sample, to show on the way; stop_reason says nothing yet."""
+    def drawn(self, request_ids: Collection[int] | None = None) -> dict[int, dict[int, SampledSequence]]:
+        """What running samples (of these requests) have drawn so far, by request and sample; stop_reason says nothing yet."""
         found: dict[int, dict[int, SampledSequence]] = {}
-        lists = self._rows.responses(np.arange(len(self._rows)))
-        owners = zip(self._rows["job"].tolist(), self._rows["sample"].tolist(), lists, strict=True)
-        for row, (job, sample, (tokens, logprobs)) in enumerate(owners):
-            found.setdefault(job, {})[sample] = self._labelled(row, SampledSequence(tokens, logprobs, "length"))
+        rows = np.flatnonzero(np.isin(self._rows["job"], list(self._jobs if request_ids is None else request_ids)))
+        for row, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
+            job, sample = int(self._rows["job"][row]), int(self._rows["sample"][row])
+            found.setdefault(job, {})[sample] = self._labelled(row, SampledSequence(*lists, "length"))
         return found
 
     def unfinished(self) -> list[tuple[int, Request]]:

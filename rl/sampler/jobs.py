@@ -11,7 +11,7 @@ from rl.sampler.cache import DecodeState
 from rl.sampler.decoder import Decoder, check_length
 from rl.sampler.prompt_logprobs import PromptReader
 from rl.sampler.requests import Request
-from rl.types import SampledSequence, SampleResponse
+from rl.types import SampledSequence, SampleResponse, TensorData
 
 
 @dataclass(slots=True)
@@ -37,6 +37,8 @@ class Job:
             response.prompt_logprobs = list(self.reader.logprobs)
         if self.reader is not None and self.request.topk_prompt_logprobs > 0:
             response.topk_prompt_logprobs = list(self.reader.topk_logprobs)
+        if self.reader is not None and self.reader.target_logprobs is not None:
+            response.target_prompt_logprobs = TensorData(self.reader.target_logprobs)
 
 
 @dataclass(slots=True)

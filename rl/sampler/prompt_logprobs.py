@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,11 @@ class PromptReader:
     """Takes the logits of a prompt's positions in slices, in order, and keeps the logprob of each next token.
 
     `logprobs[0]` is None: nothing precedes the first token. `topk`: at each position the k likeliest (token, logprob), best
-    first; entry 0 is None too.
+    first; entry 0 is None too. `targets` [positions, K]: tokens whose logprob is kept in the place of the next one, in `target_logprobs`
+    (float32, the same shape; 0 where the token is -1).
     """
 
-    def __init__(self, prompt: Sequence[int], temperature: float = 1.0, topk: int = 0):
+    def __init__(self, prompt: Sequence[int], temperature: float = 1.0, topk: int = 0, targets: np.ndarray | None = None):
         if not temperature > 0:
             raise ValueError(f"logprobs of given tokens need a temperature above 0, got {temperature}; 1 is untempered")
         self.prompt = prompt
@@ -26,6 +28,8 @@ class PromptReader:
         self.topk = topk
         self.logprobs: list[float | None] = [None]
         self.topk_logprobs: list[list[tuple[int, float]] | None] = [None]
+        self.targets = targets
+        self.target_logprobs = None if targets is None else np.zeros(targets.shape, np.float32)
 
     def read(self, first_position: int, logits_TV: Tensor) -> None:
         """Logits of positions first_position, first_position + 1, ...; the prompt's last one predicts none of it."""
@@ -37,6 +41,11 @@ class PromptReader:
         # log_softmax on a CPU loses up to 4e-4 over 150,000 tokens in float32; this does not.
         logprobs_TV = scaled_TV - scaled_TV.logsumexp(-1, keepdim=True)
         self.logprobs.extend(logprobs_TV.gather(1, following[:, None]).squeeze(1).tolist())
+        if self.targets is not None and self.target_logprobs is not None:
+            wanted = self.targets[first_position : first_position + count]
+            tokens_TK = torch.from_numpy(wanted.clip(min=0)).to(logprobs_TV.device)
+            found = logprobs_TV[: len(wanted)].gather(1, tokens_TK).cpu().numpy()
+            self.target_logprobs[first_position : first_position + count] = np.where(wanted < 0, 0.0, found)
         if self.topk > 0:
             values, tokens = logprobs_TV.topk(min(self.topk, logprobs_TV.shape[-1]), dim=-1)
             pairs = zip(tokens.tolist(), values.tolist(), strict=True)

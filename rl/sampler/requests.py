@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams
 
 
@@ -14,10 +16,11 @@ class Request:
 
     The random stream of sample i is a function of (seed, problem, first_index + i): requests that should differ differ in one
     of them. `params.seed` is not read here; the caller derives `seed` from it. `include_prompt_logprobs` gives the untempered
-    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position. `begun` (of one sample alone): what is
-    drawn of it already; it goes on after that, from the same random stream. `images`: of the prompt, placed. `conversation`: a name; what
-    this request has read and drawn stays in the cache, as far as there is room, for the next request of that name, which reads what is
-    new alone.
+    logprob of each prompt token, `topk_prompt_logprobs` the k likeliest tokens at each position, `target_prompt_tokens` (int64
+    [prompt tokens - 1, K]) those of other tokens: row i's in the place of the prompt's token i + 1; -1 asks for nothing. `begun` (of
+    one sample alone): what is drawn of it already; it goes on after that, from the same random stream. `images`: of the prompt, placed.
+    `conversation`: a name; what this request has read and drawn stays in the cache, as far as there is room, for the next request of
+    that name, which reads what is new alone.
     """
 
     prompt: Sequence[int]
@@ -28,9 +31,20 @@ class Request:
     first_index: int = 0
     include_prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    target_prompt_tokens: np.ndarray | None = None
     begun: SampledSequence | None = None
     images: Sequence[PlacedImage] = ()
     conversation: str | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether something is asked of the prompt's own tokens."""
+        return self.include_prompt_logprobs or self.topk_prompt_logprobs > 0 or self.target_prompt_tokens is not None
+
+    def scores(self) -> tuple:
+        """What is asked of them: requests with the same prompt share it where this is the same."""
+        targets = self.target_prompt_tokens
+        return self.include_prompt_logprobs, self.topk_prompt_logprobs, None if targets is None else (targets.shape, targets.tobytes())
 
 
 @dataclass(frozen=True, slots=True)

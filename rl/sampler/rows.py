@@ -23,6 +23,7 @@ _FIELDS: dict[str, Any] = {
     "temperature": np.float64,
     "top_k": np.int64,
     "top_p": np.float64,
+    "untruncated_logprobs": np.bool_,
     "buffer": np.int64,  # where its tokens are written
 }
 

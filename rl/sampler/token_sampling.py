@@ -19,7 +19,8 @@ class RowSettings:
     """How each row draws. None stands for the common case, which then costs nothing.
 
     `temperature_N` float32, 0 for greedy (None: 1 everywhere); `greedy_N` bool (None: nowhere);
-    `truncated` the rows with top-k or top-p (None: no row), with their `top_k` (vocabulary size for none) and `top_p`.
+    `truncated` the rows with top-k or top-p (None: no row), with their `top_k` (vocabulary size for none) and `top_p`;
+    `untruncated_logprobs` those of them whose logprob is of the whole distribution all the same (None: no row).
     """
 
     temperature_N: Tensor | None = None
@@ -27,10 +28,17 @@ class RowSettings:
     truncated: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+    untruncated_logprobs: Tensor | None = None
 
 
 def row_settings(
-    temperatures: np.ndarray, top_ks: np.ndarray, top_ps: np.ndarray, vocab: int, device: torch.device
+    temperatures: np.ndarray,
+    top_ks: np.ndarray,
+    top_ps: np.ndarray,
+    untruncated_logprobs: np.ndarray | None = None,
+    *,
+    vocab: int,
+    device: torch.device,
 ) -> RowSettings:
     """Settings of the running rows ([N] each, top_k -1 and top_p 1 for no truncation) as tensors on the device."""
     temperature = torch.tensor(temperatures, dtype=torch.float32)
@@ -39,7 +47,9 @@ def row_settings(
     top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
     greedy = temperature == 0
     # Greedy keeps its one token under any truncation, and reports the logprob of the whole distribution.
-    truncated = torch.nonzero(((top_k < vocab) | (top_p < 1)) & ~greedy).squeeze(1)
+    cut_N = ((top_k < vocab) | (top_p < 1)) & ~greedy
+    truncated = torch.nonzero(cut_N).squeeze(1)
+    whole = truncated[:0] if untruncated_logprobs is None else torch.nonzero(cut_N & torch.tensor(untruncated_logprobs)).squeeze(1)
     plain_temperature = bool((temperature[~greedy] == 1).all())
     return RowSettings(
         temperature_N=None if plain_temperature else torch.where(greedy, 1.0, temperature).to(device),
@@ -47,6 +57,7 @@ def row_settings(
         truncated=truncated.to(device) if len(truncated) else None,
         top_k=top_k[truncated].to(device) if len(truncated) else None,
         top_p=top_p[truncated].to(device) if len(truncated) else None,
+        untruncated_logprobs=whole.to(device) if len(whole) else None,
     )
 
 
@@ -54,11 +65,13 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
     """One token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
 
     The logprob is that of the distribution the token was drawn from: softmax(logits / T), renormalised over its support where
-    top-k or top-p cut it. Greedy rows take the largest logit (ties: the lowest id) and report the untempered logprob.
+    top-k or top-p cut it, except in rows of `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest
+    logit (ties: the lowest id) and report the untempered logprob.
     """
     scaled_NV = logits_NV.float()
     if settings.temperature_N is not None:
         scaled_NV = scaled_NV / settings.temperature_N[:, None]
+    whole_NV = scaled_NV
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
         cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p)
         scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
@@ -67,7 +80,12 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
     if settings.greedy_N is not None:
         token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
     shifted_N1 = scaled_NV.gather(1, token_N[:, None]) - largest_N1
-    return token_N, shifted_N1.squeeze(1) - sum_N.log().float()
+    logprob_N = shifted_N1.squeeze(1) - sum_N.log().float()
+    if (rows := settings.untruncated_logprobs) is not None:
+        shifted_RV = whole_NV[rows] - largest_N1[rows]  # the cuts leave the largest
+        sum_R = shifted_RV.exp().sum(-1, dtype=torch.float64)
+        logprob_N[rows] = shifted_RV.gather(1, token_N[rows, None]).squeeze(1) - sum_R.log().float()
+    return token_N, logprob_N
 
 
 def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from starlette.requests import Request
@@ -15,9 +15,10 @@ from starlette.routing import Route
 
 from rl.errors import APIStatusError
 from rl.serve.chat_fields import Refused, own_texts
-from rl.serve.chat_reply import choice, chunks, parsed, reply
+from rl.serve.chat_reply import choice, head_of, parsed, reply
 from rl.serve.chat_request import read_chat
-from rl.serve.chat_top import refuse_truncated, top_logprobs
+from rl.serve.chat_stream import ChatWriter, Live, Writer
+from rl.serve.chat_top import top_logprobs
 from rl.serve.episodes import Desk, Session, Sessions, Turn
 from rl.serve.refusals import Interrupted
 
@@ -25,10 +26,9 @@ SESSION_HEADER = "x-session-id"
 KEEP_ALIVE_SECONDS = 10.0  # between two signs of life in a stream
 _log = logging.getLogger("whetstone.serve")
 
-Answer = tuple[dict[str, Any], Iterator[dict[str, Any]] | None]  # the whole, and its events where a stream was asked for
-
-
-Handler = Callable[["Serving", Any, Session], Coroutine[Any, Any, Answer]]  # (serving, the request's body, its session)
+Answer = tuple[dict[str, Any], Callable[[], Writer] | None]  # the whole, and what makes events of it where a stream was asked for
+# (serving, the request's body, its session, what has been drawn so far where a stream was asked for)
+Handler = Callable[["Serving", Any, Session, Live | None], Coroutine[Any, Any, Answer]]
 
 
 class Serving:
@@ -43,7 +43,7 @@ class Serving:
         return None if name is None else self.sessions.open(owner_of(request), name)
 
     def route(self, path: str, answer: Handler) -> list[Route]:
-        """A POST route, with and without a session in its path. `answer(serving, body, session)`."""
+        """A POST route, with and without a session in its path. `answer`: see `Handler`."""
 
         async def endpoint(request: Request) -> Response:
             return await self._answered(request, answer)
@@ -57,12 +57,13 @@ class Serving:
             session = self.session(request)
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             key = hashlib.blake2b(path_and(raw, request), digest_size=16).digest()
+            live = Live() if isinstance(body, dict) and body.get("stream") is True else None
             if session is None:
-                work = asyncio.ensure_future(answer(self, body, Session(owner_of(request))))
+                work = asyncio.ensure_future(answer(self, body, Session(owner_of(request)), live))
             else:
-                work = asyncio.ensure_future(session.once(key, again, lambda: answer(self, body, session)))
-            if isinstance(body, dict) and body.get("stream") is True:
-                return await _streamed(work, alone=session is None)
+                work = asyncio.ensure_future(session.once(key, again, lambda: answer(self, body, session, live)))
+            if live is not None:
+                return await _streamed(work, live, alone=session is None)
             while not (await asyncio.wait({work}, timeout=1.0))[0]:
                 if await request.is_disconnected():
                     if session is not None:
@@ -113,28 +114,43 @@ def as_refused(error: BaseException) -> Refused:
     return Refused(f"the request failed in the server ({type(error).__name__}); its log says why", status=500)
 
 
-async def _streamed(work: asyncio.Future[Answer], alone: bool) -> Response:
+async def _streamed(work: asyncio.Future[Answer], live: Live, alone: bool) -> Response:
     """Events. What is refused at once is an error answer; what fails later is an event with the error. `alone`: of no session."""
-    done, _ = await asyncio.wait({work}, timeout=0.2)
-    if done:
+    await _stirred(work, live, 0.2)
+    if work.done():
         work.result()  # raises what was refused
 
     async def events() -> AsyncIterator[bytes]:
         try:
-            while not (await asyncio.wait({work}, timeout=KEEP_ALIVE_SECONDS))[0]:
-                yield b": the answer is being drawn\n\n"
+            while not work.done():
+                if not await _stirred(work, live, KEEP_ALIVE_SECONDS):
+                    yield b": the answer is being drawn\n\n"
+                for piece in live.writer.more(live.take()) if live.writer is not None else ():
+                    yield _event(piece)
         finally:
             if alone and not work.done():
                 work.cancel()  # whoever asked has gone
         try:
-            whole, pieces = work.result()
-            for piece in pieces if pieces is not None else [whole]:
+            whole, make = work.result()
+            writer = live.writer or (make and make())  # of a request that came again, the first has the other
+            for piece in writer.rest(whole) if writer is not None else [whole]:
                 yield _event(piece)
         except Exception as error:  # boundary: the answer has begun, so its failure is an event
             yield _event(as_refused(error).as_json())
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+
+async def _stirred(work: asyncio.Future[Answer], live: Live, seconds: float) -> bool:
+    """Whether within so many seconds there is an answer, or something of it."""
+    news: asyncio.Future[Any] = asyncio.ensure_future(live.news.wait())
+    both: set[asyncio.Future[Any]] = {work, news}
+    try:
+        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        news.cancel()
+    return bool(done)
 
 
 def _event(value: Any) -> bytes:
@@ -145,7 +161,7 @@ def routes(serving: Serving) -> list[Route]:
     return serving.route("/v1/chat/completions", chat)
 
 
-async def chat(serving: Serving, body: Any, session: Session) -> Answer:
+async def chat(serving: Serving, body: Any, session: Session, live: Live | None) -> Answer:
     """An answer to a chat completion's body, whose turns are noted in the session."""
     asked = read_chat(body)
     if asked.top_logprobs and not session.reads_again:
@@ -160,16 +176,20 @@ async def chat(serving: Serving, body: Any, session: Session) -> Answer:
         prompt = session.prompt(with_tools, asked.messages, asked.tools)
     except ValueError as error:
         raise Refused(str(error), "messages") from error
-    params = asked.params(with_tools)
-    if asked.top_logprobs:
-        refuse_truncated(params, "top_logprobs")
-    response = await session.draw(desk, asked.model, prompt, asked.n, params)
+    params, head = asked.params(with_tools), head_of("chatcmpl", asked.model)
     stops = own_texts(params, with_tools.get_stop_sequences())
+
+    def writer() -> ChatWriter:
+        return ChatWriter(asked, head, with_tools, stops, prompt)
+
+    shown = {}
+    if live is not None:
+        live.writer, shown = writer(), {"show": live.show()}
+    response = await session.draw(desk, asked.model, prompt, asked.n, params, **shown)
     choices = []
     for index, sequence in enumerate(response.sequences):
         message, ended = parsed(with_tools, stops, sequence)
         session.note(Turn(prompt, sequence, message, ended, asked.messages, asked.tools))
         top = await top_logprobs(session, desk, asked.model, prompt, sequence, asked.top_logprobs) if asked.top_logprobs else None
         choices.append(choice(asked, with_tools, index, sequence, message, top))
-    whole = reply(asked, asked.model or "default", prompt, choices, response.sequences)
-    return whole, chunks(asked, whole) if asked.stream else None
+    return reply(asked, head, prompt, choices, response.sequences), writer if live is not None else None

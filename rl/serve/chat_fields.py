@@ -133,7 +133,10 @@ def _short(value: Any) -> str:
 
 
 def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequence[str | int] = ()) -> SamplingParams:
-    """How tokens are drawn: temperature, top_p, top_k, seed, stop, stop_token_ids. `own_stops`: what ends an answer anyway."""
+    """How tokens are drawn: temperature, top_p, top_k, seed, stop, stop_token_ids. `own_stops`: what ends an answer anyway.
+
+    Logprobs are of the whole distribution at the temperature, whatever top_p and top_k cut off it.
+    """
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     if 0 < temperature < 1e-3:
         raise fields.wrong("temperature", temperature, "0 (greedy) or at least 0.001")
@@ -150,6 +153,7 @@ def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequen
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        untruncated_logprobs=True,
     )
 
 

@@ -1,11 +1,11 @@
-"""What a chat completion is answered with: whole, or as server-sent events."""
+"""What a chat completion is answered with."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.renderers import Renderer, StopsAt
@@ -13,7 +13,6 @@ from rl.serve.chat_request import ChatAsk
 from rl.types import Message, SampledSequence
 
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # of each sampled token: (id, logprob), the likeliest first
-_PIECE = 48  # characters of a text that one event carries
 
 
 def new_id(kind: str) -> str:
@@ -75,47 +74,21 @@ def usage(prompts: int, sequences: Sequence[SampledSequence]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": drawn, "total_tokens": prompts + drawn}
 
 
-def reply(asked: ChatAsk, model: str, prompt: Sequence[int], choices: Sequence[dict], sequences: Sequence[SampledSequence]) -> dict:
+def head_of(kind: str, model: str | None) -> dict[str, Any]:
+    """What an answer and each event of it begin with."""
+    return {"id": new_id(kind), "created": int(time.time()), "model": model or "default"}
+
+
+def reply(
+    asked: ChatAsk, head: Mapping[str, Any], prompt: Sequence[int], choices: Sequence[dict], sequences: Sequence[SampledSequence]
+) -> dict[str, Any]:
     """The whole answer."""
     versions = sorted({str(sequence.version) for sequence in sequences})
     found = {
-        "id": new_id("chatcmpl"),
+        **head,
         "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
         "choices": list(choices),
         "usage": usage(len(prompt), sequences),
         "system_fingerprint": f"weights-{'-'.join(versions)}",
     }
     return found | ({"prompt_token_ids": list(prompt)} if asked.return_token_ids else {})
-
-
-def chunks(asked: ChatAsk, whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same answer in the pieces of a stream: putting the deltas together gives `whole` back."""
-    head = {"id": whole["id"], "object": "chat.completion.chunk", "created": whole["created"], "model": whole["model"]}
-    head["system_fingerprint"] = whole["system_fingerprint"]
-    first = {"prompt_token_ids": whole["prompt_token_ids"]} if "prompt_token_ids" in whole else {}
-    for one in whole["choices"]:
-        message = one["message"]
-        more = {"token_ids": one["token_ids"]} if "token_ids" in one else {}
-        deltas: list[dict[str, Any]] = [{"reasoning_content": piece} for piece in _pieces(message.get("reasoning_content"))]
-        deltas += [{"content": piece} for piece in _pieces(message["content"])]
-        for i, call in enumerate(message.get("tool_calls") or ()):
-            function = {"name": call["function"]["name"], "arguments": ""}
-            deltas.append({"tool_calls": [{"index": i, "id": call["id"], "type": "function", "function": function}]})
-            deltas += [{"tool_calls": [{"index": i, "function": {"arguments": part}}]} for part in _pieces(call["function"]["arguments"])]
-        # what was drawn comes with the first event: pieces of a text are no pieces of its tokens
-        yield {**head, **first, "choices": [_event(one, {"role": "assistant", "content": ""}, logprobs=one["logprobs"], **more)]}
-        for delta in deltas:
-            yield {**head, "choices": [_event(one, delta)]}
-        yield {**head, "choices": [_event(one, {}, finish_reason=one["finish_reason"])]}
-    if asked.usage_in_stream:
-        yield {**head, "choices": [], "usage": whole["usage"]}
-
-
-def _event(of: Mapping[str, Any], delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"index": of["index"], "delta": delta, "logprobs": None, "finish_reason": None, **more}
-
-
-def _pieces(text: str | None) -> list[str]:
-    return [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)] if text else []

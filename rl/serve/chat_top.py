@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.serve.chat_fields import Refused
 from rl.serve.episodes import Desk, Session
 from rl.types import SampledSequence, SamplingParams
 
 GREEDY_ONE = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
-
-
-def refuse_truncated(params: SamplingParams, field: str) -> None:
-    """Refused where answers are drawn from a truncated distribution: their logprobs are of that, and say nothing of the others'."""
-    if params.top_p < 1.0 or params.top_k > 0:
-        raise Refused(f"{field} is not served beside top_p or top_k: leave them out, or do without it", field)
 
 
 async def top_logprobs(

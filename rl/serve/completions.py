@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.routing import Route
 
+from rl.renderers import certain_text
 from rl.serve.chat import Answer, Serving
 from rl.serve.chat_fields import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, Refused, own_texts, sampling_params, token_ids
-from rl.serve.chat_reply import below_zero, new_id, spelt, usage
+from rl.serve.chat_reply import below_zero, head_of, spelt, usage
 from rl.serve.chat_request import MOST_TOKENS
-from rl.serve.chat_top import refuse_truncated, top_logprobs
+from rl.serve.chat_stream import Live, TextWriter
+from rl.serve.chat_top import top_logprobs
 from rl.serve.episodes import Desk, Session, Turn
 from rl.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -83,7 +84,7 @@ def _read(body: Any, tokenizer: Any) -> _Ask:
     return asked
 
 
-async def completions(serving: Serving, body: Any, session: Session) -> Answer:
+async def completions(serving: Serving, body: Any, session: Session, live: Live | None) -> Answer:
     """Every prompt n times, as one batch where the desk makes one; the choice of prompt p's sample j has the index p * n + j."""
     desk = serving.desk
     tokenizer = await session.tokenizer(desk, Fields(body).text("model"))
@@ -91,9 +92,17 @@ async def completions(serving: Serving, body: Any, session: Session) -> Answer:
     if asked.logprobs and not session.reads_again:
         raise Refused("logprobs above 0 are not served in an episode that is trained on: 0 gives those of the drawn tokens", "logprobs")
     scored = {"include_prompt_logprobs": True, "topk_prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-    if asked.draws and asked.logprobs:
-        refuse_truncated(asked.params, "logprobs")
-    draws = [session.draw(desk, asked.model, prompt, asked.n, asked.params, **scored) for prompt in asked.prompts]
+    head = {**head_of("cmpl", asked.model), "object": "text_completion"}
+
+    def writer() -> TextWriter:
+        return TextWriter(head, lambda index, tokens: _begun(tokenizer, asked, index // asked.n, tokens), asked.usage_in_stream)
+
+    draws = []
+    for p, prompt in enumerate(asked.prompts):
+        shown = {"show": live.show(p * asked.n)} if live is not None and asked.draws else {}
+        draws.append(session.draw(desk, asked.model, prompt, asked.n, asked.params, **scored, **shown))
+    if live is not None:
+        live.writer = writer()
     responses = await asyncio.gather(*draws)
     choices: list[dict[str, Any]] = []
     sequences: list[SampledSequence] = []
@@ -106,14 +115,22 @@ async def completions(serving: Serving, body: Any, session: Session) -> Answer:
                 session.note(Turn(asked.prompts[p], sequence, answer, sequence.stop_reason == "stop"))
             choices.append(await _choice(session, desk, tokenizer, asked, p, p * asked.n + j, response, sequence))
     whole = {
-        "id": new_id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": asked.model or "default",
+        **head,
         "choices": choices,
         "usage": usage(sum(map(len, asked.prompts)), sequences),
     }
-    return whole, _chunks(whole, asked) if asked.stream else None
+    return whole, writer if live is not None else None
+
+
+def _begun(tokenizer: Any, asked: _Ask, p: int, tokens: Sequence[int]) -> str:
+    """The text of a choice of prompt p of which these tokens have been drawn, as far as it is certain."""
+    return _head(tokenizer, asked, p) + certain_text(_decoded(tokenizer, tokens), own_texts(asked.params, ()))
+
+
+def _head(tokenizer: Any, asked: _Ask, p: int) -> str:
+    """What stands before an answer to prompt p."""
+    given = asked.texts[p]
+    return (_decoded(tokenizer, asked.prompts[p]) if given is None else given) if asked.echo else ""
 
 
 def _text(tokenizer: Any, sequence: SampledSequence, params: SamplingParams) -> str:
@@ -141,9 +158,8 @@ async def _choice(
     response: SampleResponse,
     sequence: SampledSequence,
 ) -> dict[str, Any]:
-    prompt, given = asked.prompts[p], asked.texts[p]
-    head = (_decoded(tokenizer, prompt) if given is None else given) if asked.echo else ""
-    text = head + (_text(tokenizer, sequence, asked.params) if asked.draws else "")
+    prompt = asked.prompts[p]
+    text = _head(tokenizer, asked, p) + (_text(tokenizer, sequence, asked.params) if asked.draws else "")
     found: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
     found["finish_reason"] = sequence.stop_reason if asked.draws else "length"
     if asked.return_token_ids:
@@ -187,12 +203,3 @@ def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float | 
         tops.append(top)
     said = [None if logprob is None else below_zero(logprob) for logprob in logprobs]
     return {"tokens": words, "token_logprobs": said, "top_logprobs": tops if asked.logprobs else None, "text_offset": offsets}
-
-
-def _chunks(whole: Mapping[str, Any], asked: _Ask) -> Iterator[dict[str, Any]]:
-    head = {key: whole[key] for key in ("id", "object", "created", "model")}
-    for choice in whole["choices"]:
-        yield {**head, "choices": [{**choice, "finish_reason": None}]}
-        yield {**head, "choices": [{"index": choice["index"], "text": "", "logprobs": None, "finish_reason": choice["finish_reason"]}]}
-    if asked.usage_in_stream:
-        yield {**head, "choices": [], "usage": whole["usage"]}

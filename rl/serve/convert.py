@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from rl.types import (
     Datum,
     EncodedTextChunk,
     ForwardBackwardOutput,
+    ImageChunk,
     ModelInput,
     PromptProvenanceSpan,
     SampledProvenanceSpan,
@@ -28,7 +30,7 @@ _NO_LOGPROB = -99999.0  # in a cell of top-k that holds nothing
 
 
 def datum(message: Any) -> Datum:
-    """Of a protobuf Datum. ValueError for what no datum is; images are refused: models here read text."""
+    """Of a protobuf Datum. ValueError for what no datum is."""
     inputs = {name: tensor(name, one) for name, one in message.loss_fn_inputs.items()}
     spans = [[_span(one) for one in found] or None for found in (message.model_input_spans, message.loss_fn_input_spans)]
     if (spans[0] is None) != (spans[1] is None):
@@ -36,14 +38,28 @@ def datum(message: Any) -> Datum:
     return Datum(ModelInput([_chunk(chunk) for chunk in message.model_input]), inputs, *spans)
 
 
-def _chunk(chunk: Any) -> EncodedTextChunk:
+def _chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
     kind = chunk.WhichOneof("chunk")
+    if kind == "image":
+        image = chunk.image
+        expected = image.expected_tokens if image.HasField("expected_tokens") else None
+        return _image(image.data, image.format, expected, image.HasField("override_dimensions"))
     if kind != "encoded_text":
-        raise BadRequestError(f"a chunk of the model input is {_UNREAD.get(kind, kind or 'empty')}: models here read text")
+        raise BadRequestError(f"a chunk of the model input is {_UNREAD.get(kind, kind or 'empty')}: models here read text and images")
     return EncodedTextChunk(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens").tolist())
 
 
-_UNREAD = {"image": "an image", "image_asset_pointer": "an image", "dmel": "audio"}
+_UNREAD = {"image_asset_pointer": "an image that lies elsewhere (send its bytes: types.ImageChunk)", "dmel": "audio"}
+
+
+def _image(data: bytes, form: Any, expected_tokens: Any, other_size: bool) -> ImageChunk:
+    if form not in ("png", "jpeg"):
+        raise BadRequestError(f"an image's format is 'png' or 'jpeg', got {form!r:.40}")
+    if expected_tokens is not None and (type(expected_tokens) is not int or expected_tokens < 1):
+        raise BadRequestError(f"an image's expected_tokens is a whole number of at least 1, or left out; got {expected_tokens!r:.40}")
+    if other_size:
+        raise BadRequestError("override_dimensions is not done here: the model's own reader sizes an image; send it in the size you want")
+    return ImageChunk(data, form, expected_tokens)
 
 
 def _span(span: Any) -> PromptProvenanceSpan | SampledProvenanceSpan:
@@ -126,6 +142,10 @@ def sample_response(response: SampleResponse) -> bytes:
         message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
     if response.topk_prompt_logprobs is not None:
         _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
+    if response.target_prompt_logprobs is not None:
+        found, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = found.astype("<f4").tobytes(), wire.FLOAT32
+        tensor.shape.extend(found.shape)
     message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
     return message.SerializeToString()
 
@@ -144,7 +164,8 @@ def sample_json(response: SampleResponse) -> dict[str, Any]:
     sequences = [{"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason} for s in response.sequences]
     found: dict[str, Any] = {"type": "sample", "sequences": sequences, "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens}
     found |= {"prompt_logprobs": response.prompt_logprobs, "topk_prompt_logprobs": response.topk_prompt_logprobs}
-    return found
+    targets = response.target_prompt_logprobs
+    return found | ({} if targets is None else {"target_prompt_logprobs": _tensor_json(targets)})
 
 
 def output_json(output: ForwardBackwardOutput) -> dict[str, Any]:
@@ -157,21 +178,54 @@ def _tensor_json(data: TensorData) -> dict[str, Any]:
     return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
 
 
-def prompt_ids(prompt: Any) -> list[int]:
+def prompt(prompt: Any) -> ModelInput:
     """Of a JSON ModelInput. ValueError for what none is."""
     chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
     if not isinstance(chunks, list):
         raise BadRequestError("prompt is {chunks: [...]}, as types.ModelInput makes it")
-    ids: list[int] = []
+    found: list[EncodedTextChunk | ImageChunk] = []
     for chunk in chunks:
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else None
+        if kind == "image":
+            found.append(_image_of_json(chunk))
+            continue
         if kind != "encoded_text":
-            raise BadRequestError(f"a chunk of the prompt is {_UNREAD.get(str(kind), repr(kind)[:40])}: models here read text")
+            raise BadRequestError(f"a chunk of the prompt is {_UNREAD.get(str(kind), repr(kind)[:40])}: models here read text and images")
         tokens = chunk.get("tokens")
         if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
             raise BadRequestError("a chunk's tokens are a list of token ids")
-        ids += tokens
-    return ids
+        found.append(EncodedTextChunk(tokens))
+    return ModelInput(found)
+
+
+def _image_of_json(chunk: Mapping[str, Any]) -> ImageChunk:
+    try:
+        data = base64.b64decode(chunk.get("data") or "", validate=True)
+    except (ValueError, TypeError):
+        raise BadRequestError("an image's data is its bytes as base64") from None
+    return _image(data, chunk.get("format"), chunk.get("expected_tokens"), chunk.get("override_dimensions") is not None)
+
+
+def targets(given: Mapping[str, Any] | None) -> TensorData | None:
+    """Ids that are to be scored, of a JSON TensorData: rows in compressed form are filled up with -1, which asks for nothing."""
+    if given is None:
+        return None
+    shape, crow, columns = (given.get(name) for name in ("shape", "sparse_crow_indices", "sparse_col_indices"))
+    try:
+        if crow is None and columns is None:
+            return TensorData(given.get("data"), "int64", shape)
+        values = np.asarray(given.get("data"), np.int64)
+        if not isinstance(shape, list) or math.prod(shape) > 2**28:
+            raise ValueError(f"the shape {shape!r:.80}")
+        # what is not listed is 0 once it is filled up: so values are moved up by one, and down again
+        return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)
+    except (ValueError, TypeError, OverflowError, IndexError) as error:
+        raise BadRequestError(f"target_prompt_logprobs is a TensorData of token ids, [prompt tokens - 1, K]: {error}") from error
+
+
+def tokens_of(given: ModelInput) -> int:
+    """How many tokens an input has, as far as it says: an image whose tokens are the model's to tell counts as none."""
+    return sum(chunk.length if isinstance(chunk, EncodedTextChunk) else chunk.expected_tokens or 0 for chunk in given.chunks)
 
 
 def _settings_of(made: Any, name: str, fields: Any, known: Sequence[str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -18,11 +19,14 @@ from rl.serve.refusals import Interrupted, Refused, told
 from rl.serve.settings import LOCAL, ServedBase, ServeSettings
 from rl.serve.tally import Tally
 from rl.serve.turns import Job, SampleJob, Turns, Work
-from rl.types import ModelInput, SampleResponse, SamplingParams
+from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 log = logging.getLogger("whetstone.serve")
 
+_STEPS_SHOWN = 4  # tokens in a slice, where somebody reads along
 _GATHER_SECONDS, _MOST_GATHER_SECONDS = 0.002, 0.02  # samples that come within so short a time are drawn together
+
+Show = Callable[[dict[int, SampledSequence]], None]
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,21 @@ class Desk:
         self,
         client: Callable[[], SamplingClient],
         owner: str,
-        prompt_ids: Sequence[int],
+        prompt: Sequence[int] | ModelInput,
         num_samples: int,
         params: SamplingParams,
+        show: Show | None = None,
         **what: Any,
     ) -> Future:
-        """Queues a sample. `what`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n, sequence_ids."""
+        """Queues a sample. `what`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n, sequence_ids.
+
+        `show`: called from the desk's thread with what has been drawn so far, by sample, every few tokens.
+        """
         if self.ending:
             raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
-        arguments = {"prompt_ids": list(prompt_ids), "num_samples": num_samples, "sampling_params": params, **what}
-        job = SampleJob(owner, client, arguments)
+        given = prompt if isinstance(prompt, ModelInput) else ModelInput.from_ints(list(prompt))
+        arguments = {"prompt": given, "num_samples": num_samples, "sampling_params": params, **what}
+        job = SampleJob(owner, client, arguments, show=show)
         self.turns.add_sample(job)
         return job.done
 
@@ -101,10 +110,11 @@ class Desk:
         sampling_params: SamplingParams,
         *,
         owner: str = LOCAL,
+        show: Show | None = None,
         **what: Any,
     ) -> SampleResponse:
         """`num_samples` answers of a model by its name: a base, a tinker:// path, a sampling session. Refused (404) for no such one."""
-        done = self.ask_sample(self.find(model, owner), owner, prompt_ids, num_samples, sampling_params, **what)
+        done = self.ask_sample(self.find(model, owner), owner, prompt_ids, num_samples, sampling_params, show, **what)
         return await asyncio.wrap_future(done)
 
     def models(self, owner: str = LOCAL) -> list[ServedModel]:
@@ -191,10 +201,11 @@ class Desk:
     def _let_in(self, samples: Sequence[SampleJob]) -> None:
         """Samples join what is being drawn from the same weights. One that cannot run fails alone."""
         for job in samples:
-            what = {name: value for name, value in job.arguments.items() if name not in ("prompt_ids", "sequence_ids")}
+            what = {name: value for name, value in job.arguments.items() if name not in ("prompt", "sequence_ids")}
             try:
                 client = job.client()
-                request = client.request(ModelInput.from_ints(job.arguments["prompt_ids"]), **what)
+                request = client.request(job.arguments["prompt"], **what)
+                job.prompt_tokens = len(request.prompt)
                 stream, tickets = self._streams.get(client) or (SampleStream(client), {})
                 self._streams[client] = (stream, tickets)
                 tickets[stream.add(request)] = job
@@ -208,7 +219,12 @@ class Desk:
             stream.drop(ticket)
             del tickets[ticket]
         try:
-            finished = stream.slice().finished
+            shown = {ticket: job.show for ticket, job in tickets.items() if job.show is not None}
+            part = stream.slice(_STEPS_SHOWN, shows=frozenset(shown)) if shown else stream.slice()
+            finished = part.finished
+            for ticket, samples in part.drawn.items():
+                with contextlib.suppress(Exception):  # whoever reads along may be gone: others are drawn beside
+                    shown[ticket](samples)
         except BaseException as error:
             for job in tickets.values():
                 _settle(job.done, None, error, "sample")
@@ -236,7 +252,7 @@ class Desk:
         ids = job.arguments.get("sequence_ids") or [sequence.sequence_id for sequence in response.sequences]
         client.name_samples(response, ids, job.arguments.get("prompt_logprobs_last_n"))
         self.tally.add("sampled_tokens_total", sum(len(sequence.tokens) for sequence in response.sequences))
-        self.tally.add("prompt_tokens_total", len(job.arguments["prompt_ids"]))
+        self.tally.add("prompt_tokens_total", job.prompt_tokens)
         _settle(job.done, response, None, "sample")
 
     # ---------------------------------------------------------------------------------------------------------- ending

@@ -87,6 +87,7 @@ class Episode(Session):
         return messages if own else [{"role": "system", "content": self.system_prompt}, *messages]
 
     async def draw(self, desk: Desk, model: str | None, prompt: list[int], n: int, params: SamplingParams, **what: Any) -> SampleResponse:
+        what.pop("show", None)  # actions are whole: a rollout draws them
         if what:
             raise Refused("prompts are not scored in an episode that is trained on: leave out echo, or logprobs")
         self._overrule(params)

@@ -10,6 +10,7 @@ from rl.serve.chat import Answer, Serving
 from rl.serve.chat_fields import MOST_CHOICES, Fields, Refused, sampling_params, token_ids
 from rl.serve.chat_reply import content_logprobs, new_id
 from rl.serve.chat_request import MOST_TOKENS
+from rl.serve.chat_stream import Live
 from rl.serve.episodes import Session, Turn
 
 
@@ -17,7 +18,7 @@ def routes(serving: Serving) -> list[Route]:
     return serving.route("/inference/v1/generate", generate)
 
 
-async def generate(serving: Serving, body: Any, session: Session) -> Answer:
+async def generate(serving: Serving, body: Any, session: Session, live: Live | None) -> Answer:
     """A choice for each sample; its end mark is the last of its ids. Tokens of logprobs are spelt token_id:<id>."""
     fields = Fields(body)
     model, prompt = fields.text("model"), fields.get("token_ids")

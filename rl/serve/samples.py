@@ -78,17 +78,18 @@ class Samples:
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": promise.sequence_ids})
 
     def _sample(self, sampler: Sampler, count: int, body: Body, ids: list[str]) -> Any:
-        for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+        for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
             if body.fields.get(name):
                 raise BadRequestError(f"{name} is not computed here: topk_prompt_logprobs, or a forward of the training client, may serve")
-        prompt, params = convert.prompt_ids(body.fields.get("prompt")), convert.sampling_params(body.fields.get("sampling_params") or {})
+        prompt, params = convert.prompt(body.fields.get("prompt")), convert.sampling_params(body.fields.get("sampling_params") or {})
         limit = self.desk.settings.limits.tokens
-        if len(prompt) + count * (params.max_tokens or 1) > limit:
-            text = f"{len(prompt)} tokens and {count} answers of {params.max_tokens}"
+        if convert.tokens_of(prompt) + count * (params.max_tokens or 1) > limit:
+            text = f"{convert.tokens_of(prompt)} tokens and {count} answers of {params.max_tokens}"
             raise BadRequestError(f"{text} exceed {limit}, the most of one request")
-        what = {
+        what: dict[str, Any] = {
             "include_prompt_logprobs": body.flag("prompt_logprobs"),
             "topk_prompt_logprobs": body.maybe_whole("topk_prompt_logprobs") or 0,
+            "target_prompt_logprobs": convert.targets(body.maybe("target_prompt_logprobs", dict)),
             "prompt_logprobs_last_n": body.maybe_whole("prompt_logprobs_last_n", 1),
         }
         return self.desk.ask_sample(

@@ -177,7 +177,7 @@ class Tenants:
             if backward:
                 model.failed = model.failed or f"a forward_backward before it failed: {str(error)[:500]}"
             raise
-        self.desk.tally.add("trained_tokens_total", sum(datum.model_input.length for datum in data))
+        self.desk.tally.add("trained_tokens_total", sum(len(one.array) for row in output.loss_fn_outputs for one in list(row.values())[:1]))
         return output
 
     def optim_step(self, model: Model, params: AdamParams) -> Steps:

@@ -37,6 +37,8 @@ class SampleJob:
     client: Callable[[], Any]
     arguments: dict[str, Any]
     done: Future = field(default_factory=Future)
+    prompt_tokens: int = 0  # once it has been read
+    show: Callable[[dict[int, Any]], None] | None = None  # is told what its samples have drawn so far, on the thread that draws
 
 
 class Turns:

@@ -18,6 +18,8 @@ class SamplingParams:
     `stop`: strings, or token ids, or None. None keeps the model's EOS tokens; `[]` disables every stop; strings and ids
     stop in addition to EOS. `top_k` -1 and `top_p` 1 mean no truncation. `temperature` 0 is greedy.
     `seed`: with the same seed (and weights) the same samples; members of a group still differ from each other.
+    `untruncated_logprobs` (an extension): logprobs are those of the whole distribution at the temperature, whatever top_k and top_p
+    cut off it before the draw; by default they are of what was drawn from, renormalised over what the cuts left.
     """
 
     max_tokens: int | None = None
@@ -26,6 +28,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    untruncated_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

@@ -1,0 +1,59 @@
+"""Runs recipes of tinker-cookbook as `python -m` would, each in a fork of a process that has imported what all of them need.
+
+Reads a line of JSON for each, {"module", "arguments", "out", "seconds"}, and answers with {"code"}; 124: it was out of time.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+
+import datasets  # noqa: F401
+import torch
+import transformers  # noqa: F401
+from tinker_cookbook import renderers  # noqa: F401
+from tinker_cookbook.rl import train  # noqa: F401
+
+torch.set_num_threads(1)
+
+
+def recipe(module: str, arguments: list[str], out: str) -> int:
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.setsid()  # what it starts ends with it
+    sys.argv = [module, *arguments]
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os._exit(recipe(asked["module"], asked["arguments"], asked["out"]))
+    end, status = time.monotonic() + asked["seconds"], None
+    while status is None and time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if not done:
+            status = None
+            time.sleep(0.1)
+    if status is None:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    print(json.dumps({"code": 124 if status is None else os.waitstatus_to_exitcode(status)}), flush=True)

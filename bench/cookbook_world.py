@@ -1,0 +1,111 @@
+"""What tinker-cookbook's recipes find where they look: a model and a tokenizer that a CPU can carry, and data under the hub's names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
+WORDS = 2000  # of Qwen3's vocabulary: the bytes and the first merges
+ANSWERS = ("1", "2", "3", "4")
+_CERTAIN = 13.0  # logit of what the model says next; that of all else is 0
+
+
+def small_tokenizer(folder: Path, whole: Path) -> None:
+    """Qwen3's tokenizer with its first words, and its special tokens behind them."""
+    folder.mkdir(parents=True)
+    vocab = {token: i for token, i in json.loads((whole / "vocab.json").read_text()).items() if i < WORDS}
+    (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False))
+    lines = (whole / "merges.txt").read_text().splitlines()
+    (folder / "merges.txt").write_text("\n".join([line for line in lines[: WORDS - 256 + 1] if line]) + "\n")
+    config = json.loads((whole / "tokenizer_config.json").read_text())
+    first = min(map(int, config["added_tokens_decoder"]))
+    config["added_tokens_decoder"] = {str(int(i) - first + WORDS): one for i, one in config["added_tokens_decoder"].items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def answering_model(folder: Path, tokenizer: Path) -> None:
+    """A tiny model whose answer to anything is \\boxed{1} to \\boxed{4}, now and then another text: so rewards differ within a group.
+
+    Its layers add nothing: what it says next depends on the last token alone, until an adapter learns more. Nothing is trained.
+    """
+    import torch
+
+    from rl.models import load_model
+
+    loaded = load_model("tiny:chat", tokenizer=str(tokenizer), seed=1)
+    model, words = loaded.model, loaded.tokenizer
+    begin = words.encode("\\boxed{", add_special_tokens=False)
+    choices, close = [words.encode(text, add_special_tokens=False) for text in ANSWERS], words.encode("}", add_special_tokens=False)
+    assert all(len(one) == 1 for one in choices) and len(close) == 1 and len(set(begin)) == len(begin)
+    end = words.convert_tokens_to_ids("<|im_end|>")
+    digits = [one[0] for one in choices]
+    steps = [(None, begin[:1]), *(([before], [after]) for before, after in zip(begin, begin[1:], strict=False))]
+    steps += [(begin[-1:], digits), (digits, close), (close, [end])]
+    with torch.no_grad():
+        embed = model.get_input_embeddings().weight
+        head = torch.zeros_like(embed)
+        model.config.tie_word_embeddings = False
+        model.get_output_embeddings().weight = torch.nn.Parameter(head)
+        width = embed.shape[1]
+        embed.zero_()
+        embed[:, 0] = 1.0
+        for i, (seen, said) in enumerate(steps):
+            if seen is not None:
+                embed[seen] = torch.eye(width)[i]
+            head[said, i] = _CERTAIN / width**0.5
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+def rows_of(file: Path, limit: int | None = None) -> list[dict]:
+    with open(file) as lines:
+        return [json.loads(line) for i, line in enumerate(lines) if limit is None or i < limit]
+
+
+def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
+    """A data set where datasets.load_dataset(name) looks first: a folder of that name."""
+    folder = work / name / config
+    folder.mkdir(parents=True)
+    listed = []
+    for split, rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        listed.append(f"  - split: {split}\n    path: {config}/{split}.jsonl")
+    card = f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n" + "\n".join(listed) + "\n---\n"
+    (work / name / "README.md").write_text(card)
+
+
+def lay_out(work: Path, data: Path, problems: int) -> None:
+    """Model, tokenizers and data sets under the names that recipes ask for. `problems`: how many of GSM8K's (those whose answer the
+    model gives now and then), which are all that a recipe with a batch of 128 groups gets."""
+    small_tokenizer(work / "tokenizer", data / "tokenizers" / "qwen3")
+    answering_model(work / "model", work / "tokenizer")
+    for name in (STUDENT, TEACHER):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).symlink_to(work / "tokenizer")
+    answered = {"train": [row for row in rows_of(data / "gsm8k" / "train.jsonl") if row["answer"].split("#### ")[-1] in ANSWERS]}
+    short = sorted(answered["train"], key=lambda row: len(row["question"]))
+    hub_folder(work, "openai/gsm8k", "main", {"train": short[:problems], "test": short[problems : problems + 8]})
+    math = rows_of(data / "math" / "MATH_train.jsonl", 64)
+    sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(12) for b in range(12)]
+    chats = [{"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]} for asked, said in sums]
+    hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
+    hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 10})
+    asked = [{"question": row["problem"], "final_answer": row.get("answer", "0")} for row in math if len(row["problem"]) < 300]
+    hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": asked})
+    talk = [{"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]} for asked, said in sums]
+    hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
+    pairs = [{"chosen": f"\n\nHuman: {asked}\n\nAssistant: {said}", "rejected": f"\n\nHuman: {asked}\n\nAssistant: I do not know."}
+             for asked, said in sums]  # fmt: skip
+    hub_folder(work, "Anthropic/hh-rlhf", "default", {"train": pairs * 10, "test": pairs[:16]})
+    science = [{"domain": "Chemistry", "question": asked, "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "A",
+                "answer": "A", "type": "mcq-4-choices", "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
+                "prompt": {"default": "Answer."}} for asked, _ in sums]  # fmt: skip
+    hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
+    rubric = {"rubric_str": "Is it polite?", "extraction_regex": r"\\boxed\{(.*)\}", "grader_output_format_instruction": r"\boxed{1}"}
+    convo = [{"role": "user", "content": "Say hello"}]
+    (work / "rubric.jsonl").write_text((json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8)
+    (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
