@@ -12,7 +12,7 @@ from test_architectures import alone, datums, gradient_error, learnt, make_learn
 from whole_runs import final_weights, run, stage, train
 
 from bench.tiny_models import VOCAB, tiny_model
-from rl.models import load, load_model
+from rl.models import add_lora, load, load_model
 from rl.sampler import Engine, Request, make_decoder, probe
 from rl.sampler.cache_slots import SlotState
 from rl.types import LoraConfig, SamplingParams
@@ -71,7 +71,7 @@ def test_what_is_sampled_is_scored_alike(name):
 
 
 @pytest.mark.parametrize("limit", [(0.3, float("inf")), (0.0, 0.7), (0.4, 0.6)])
-@pytest.mark.parametrize("name", ["mamba2", "bamba", pytest.param("nemotron_h", marks=pytest.mark.slow), pytest.param("zamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mamba2", "bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "zamba2"))])
 def test_limits_of_time_steps_hold_for_single_steps_too(name, limit):
     """Limits that many steps meet, through the decoder's own copy of the model: in float64, against one plain forward."""
     model = in_float64(name)
@@ -125,7 +125,7 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
     from peft import PeftModel
 
     model_of(name).save_pretrained(tmp_path / "base")
-    loaded = load.add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
+    loaded = add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
     learner = make_learner(loaded.model, layout="padded")
     learnt(learner, datums(((9, (7, 5)), (4, (3, 12)))))
     adapters = {n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n}  # Zamba's lists hold unused layers
