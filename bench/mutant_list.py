@@ -26,7 +26,7 @@ MUTANTS = [
       "actions = _sample(live, streams, samplers, params, seed, counters)", "one random stream for every turn", "rollout"),
     M("rl/learner/logprobs.py", "parts.lora_B[name].weight, parts.scaling[name]", "parts.lora_B[name].weight, 1.0", "LoRA's scale in the head",
       "learner models"),
-    M("rl/models/load.py", "lora.alpha if lora.alpha is not None else lora.rank", "lora.alpha if lora.alpha is not None else 32",
+    M("rl/models/lora.py", "lora.alpha if lora.alpha is not None else lora.rank", "lora.alpha if lora.alpha is not None else 32",
       "LoRA's default scale of 1", "models"),
     M("rl/methods/distill.py", ".logprobs(flat, self.settings.sampling.temperature))", ".logprobs(flat, 1.0))",
       "on-policy distillation at T != 1: the teacher", "distill_temperature"),

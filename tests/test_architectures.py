@@ -16,7 +16,7 @@ from rl.episodes.episode import Trajectory, Transition
 from rl.errors import UserError
 from rl.learner import Learner, LearnerSettings
 from rl.losses import get_loss
-from rl.models import load
+from rl.models import add_lora, load
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
 
 LAYOUTS = ("auto", "padded", "packed", "shared")
@@ -289,16 +289,16 @@ def test_lora_says_which_share_it_leaves_out():
     experts = sum(p.numel() for n, p in names.items() if ".experts." in n or n.endswith("mlp.gate.weight"))
     share = experts / sum(p.numel() for p in names.values())
     with pytest.warns(UserWarning, match=f"{share:.0%} of the weights of tiny"):
-        assert load.add_lora(loaded, LoraConfig(rank=2)).unadapted == pytest.approx(share)
+        assert add_lora(loaded, LoraConfig(rank=2)).unadapted == pytest.approx(share)
     assert share > 0.3
 
 
 def test_lora_on_a_dense_model_leaves_nothing_out():
     for name in ("gpt2", "llama"):
-        assert load.add_lora(load.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)).unadapted == 0
+        assert add_lora(load.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)).unadapted == 0
 
 
 def test_lora_on_experts_alone_is_an_error():
     loaded = load.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
     with pytest.raises(UserError, match="no adapter for experts.*train_attn"):
-        load.add_lora(loaded, LoraConfig(rank=2, train_attn=False, train_unembed=False))
+        add_lora(loaded, LoraConfig(rank=2, train_attn=False, train_unembed=False))

@@ -15,7 +15,7 @@ from whole_runs import train
 from bench.tiny_models import tiny_model
 from rl.errors import UserError
 from rl.learner import saving
-from rl.models import load, merge
+from rl.models import add_lora, load, merge
 from rl.run import described, export, push
 from rl.types import LoraConfig
 
@@ -137,7 +137,7 @@ def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
 def merged_as_trained(name: str, folder: Path) -> float:
     """How far logits of merged and reloaded weights are from the adapted model's, over the largest of these."""
     loaded = load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ())
-    model = load.add_lora(loaded, LoraConfig(rank=2, seed=0)).model
+    model = add_lora(loaded, LoraConfig(rank=2, seed=0)).model
     before = logits(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

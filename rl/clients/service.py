@@ -110,6 +110,7 @@ class ServiceClient(AsyncService):
         *,
         alpha: float | None = None,
         train_vision: bool = False,
+        train_experts: bool = False,
         tokenizer: str | None = None,
         model_seed: int = 0,
         value_head: bool = False,
@@ -120,12 +121,12 @@ class ServiceClient(AsyncService):
         `user_metadata`: words of your own, saved with its checkpoints. `optimizer`: there is AdamW alone.
         `value_head` (an extension): a scalar for each position besides, trained in full; see `forward`.
         `base_dtype` (an extension): what the frozen matrices are held in, "auto", "fp32", "bf16" or "4bit".
-        `train_vision` (an extension): adapters on the vision tower of a model that sees, too.
+        `train_vision` (an extension): adapters on the vision tower of a model that sees, too; `train_experts`: on experts in one tensor.
         """
         whole("rank", rank, f"a whole number from 1 to {MAX_RANK}, such as 32", least=1, most=MAX_RANK)
-        if not (train_mlp or train_attn or train_unembed):
+        if not (train_mlp or train_attn or train_unembed or train_experts):
             raise UserError("a LoRA that adapts nothing cannot be trained: set train_attn, train_mlp or train_unembed")
-        lora = LoraConfig(rank, seed, train_mlp, train_attn, train_unembed, alpha, train_vision)
+        lora = LoraConfig(rank, seed, train_mlp, train_attn, train_unembed, alpha, train_vision, train_experts)
         spec = ModelSpec(_name(base_model), tokenizer, lora, model_seed, value_head, base_dtype=base_dtype)
         return self._create(spec, words=user_metadata, optimizer=optimizer)
 

@@ -37,7 +37,7 @@ class Experts:
     count: int
     per_token: int
     blocks: tuple[str, ...]
-    parameters: int  # numbers in all experts together
+    parameters: int  # numbers in all experts together, without adapters
 
 
 @dataclass(frozen=True)
@@ -231,5 +231,5 @@ def _experts(model: Any) -> Experts | None:
     blocks = [(name, module.experts) for name, module in model.named_modules() if isinstance(getattr(module, "experts", None), nn.Module)]
     if not blocks or not count or not per_token:
         return None
-    numbers = sum(p.numel() for _, experts in blocks for p in experts.parameters())
+    numbers = sum(p.numel() for _, experts in blocks for key, p in experts.named_parameters() if "lora_" not in key)
     return Experts(count, per_token, tuple(name for name, _ in blocks), numbers)

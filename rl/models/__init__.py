@@ -4,7 +4,6 @@ from rl.models import info
 from rl.models.adapters import adapter_base, found_base, is_adapter, made_from, merge, read_adapter, root_of
 from rl.models.load import (
     LoadedModel,
-    add_lora,
     add_value_head,
     attention_mask_for,
     check_model_folder,
@@ -20,6 +19,8 @@ from rl.models.load import (
     value_head_of,
     vocabulary_of,
 )
+from rl.models.lora import add_lora
+from rl.models.lora_targets import LATER_PARTS, PARTS
 from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
 from rl.models.tokenizers import load_tokenizer
@@ -33,8 +34,10 @@ __all__ = [
     "merge",
     "read_adapter",
     "root_of",
+    "LATER_PARTS",
     "Lazy",
     "LoadedModel",
+    "PARTS",
     "PRESETS",
     "Unread",
     "add_lora",

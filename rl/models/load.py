@@ -1,4 +1,4 @@
-"""Load or build a Hugging Face causal LM and its tokenizer, and put LoRA adapters on it."""
+"""Load or build a Hugging Face causal LM and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from rl.errors import UserError
 from rl.images import note_reader, reader_of
 from rl.layers import inner_model
 from rl.models.adapters import is_adapter, made_from, merge, root_of, untie
-from rl.models.lora_targets import left_out, targets
 from rl.models.presets import Preset, get_preset
 from rl.models.stored import StoredWeights
 from rl.models.tokenizers import load_tokenizer, tiny_tokenizer
 from rl.models.vision import class_of, give_eyes, model_class, tiny_config
 from rl.models.whole_weights import load_whole, load_whole_adapter
-from rl.remarks import remark
-from rl.types import LoraConfig
 
 
 @dataclass
@@ -255,35 +252,6 @@ def _no_rates(config: Any) -> None:
             setattr(config, name, 0.0)
         elif isinstance(value, PreTrainedConfig):
             _no_rates(value)
-
-
-def add_lora(loaded: LoadedModel, lora: LoraConfig) -> LoadedModel:
-    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base frozen."""
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
-
-    if lora.rank < 1:
-        raise UserError(f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_full_training_client)")
-    if lora.alpha is not None and not lora.alpha > 0:
-        raise UserError(f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}")
-    config = PeftConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha if lora.alpha is not None else lora.rank,  # type: ignore[arg-type]  # a float works
-        target_modules=targets(loaded.model, lora),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    unadapted = sum(left_out(loaded.model, lora).values()) / sum(p.numel() for p in loaded.model.parameters())
-    if unadapted >= 0.01:
-        remark(f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter and stay as they are")
-    loaded.model.name_or_path = loaded.name  # PEFT writes it into adapter_config.json
-    with seeded(lora.seed if lora.seed is not None else 0), quiet_about_tied_heads():
-        try:
-            model = get_peft_model(loaded.model, config)
-        except ValueError as error:  # of architectures that PEFT does not adapt, state-space models among them
-            raise UserError(f"{loaded.name} takes no LoRA adapter: {error} Train all weights (lora_rank 0)") from error
-    return LoadedModel(model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.stored)
 
 
 @contextlib.contextmanager

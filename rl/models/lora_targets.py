@@ -1,4 +1,4 @@
-"""Which modules of a model get a LoRA adapter, and which weights are left without one though they were asked for."""
+"""Which weights of a model get a LoRA adapter, and which are left without one though they were asked for."""
 
 from __future__ import annotations
 
@@ -8,40 +8,76 @@ from typing import Any
 from torch import nn
 
 from rl.errors import UserError
+from rl.layers import describe
 from rl.types import LoraConfig
 
+PARTS = ("train_mlp", "train_attn", "train_unembed", "train_vision", "train_experts")  # of LoraConfig: what an adapter is put on
+LATER_PARTS = {"train_vision": False, "train_experts": False}  # those that older checkpoints do not name, as these were made
 _NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 
 
 def targets(model: Any, lora: LoraConfig) -> list[str]:
     """Full names of the modules that get an adapter: linear layers of attention, of the MLP, and the output head.
 
-    Raises UserError where there are none: nothing was asked for, or only what no adapter fits.
+    Raises UserError where there are none and no experts are trained: nothing was asked for, or only what no adapter fits.
     """
     found = [name for name, module in _linear(model) if _wanted(model, name, module, lora)]
-    if found:
+    if found or lora.train_experts:
         return found
     missed = left_out(model, lora)
     if missed:
         raise UserError(
-            f"LoRA has no adapter for experts whose weights are one tensor ({next(iter(missed))}, ...), and nothing else was asked for: "
-            "turn train_attn or train_unembed on, or train all weights (--lora-rank 0)"
+            f"LoRA on linear layers has no adapter for experts whose weights are one tensor ({next(iter(missed))}, ...), and nothing else "
+            "was asked for: turn train_experts, train_attn or train_unembed on, or train all weights (--lora-rank 0)"
         )
     raise UserError("LoRA with train_mlp, train_attn and train_unembed all off trains nothing: turn one on")
+
+
+def expert_targets(model: Any, lora: LoraConfig) -> list[str]:
+    """Full names of the tensors of experts that get an adapter, PEFT's `target_parameters`: [] unless `train_experts` asks for them.
+
+    Raises UserError where they are asked for and there are none that PEFT can adapt.
+    """
+    if not lora.train_experts:
+        return []
+    if found := list(stacked_experts(model)):
+        return found
+    experts = describe(model).experts
+    if experts is None:
+        raise UserError("train_experts is for models with experts, and this model has none: turn it off")
+    names = {name for name, _ in _linear(model)}
+    if any(name.startswith(f"{block}.experts.") for block in experts.blocks for name in names):
+        raise UserError("the experts of this model are linear layers, which train_mlp adapts with the others: turn train_experts off")
+    raise UserError(
+        f"PEFT has no adapter for these experts ({experts.blocks[0]}.experts holds them in no tensor [experts, .., ..]): turn "
+        "train_experts off, or train all weights (--lora-rank 0)"
+    )
+
+
+def stacked_experts(model: Any) -> Iterator[str]:
+    """Names of the tensors [experts, .., ..] that hold a matrix of every expert."""
+    for name, module in model.named_modules():
+        if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(module, _NO_MATRIX):
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and min(parameter.shape) > 1:
+                yield f"{name}.{key}"
 
 
 def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
     """Matrices that were asked for and get no adapter, since no linear layer holds them: how many numbers, by name.
 
-    Experts in one tensor of three dimensions above all, and their routers; the last layer of a state space (see `_read_as_numbers`).
+    Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and their routers; the last layer of a
+    state space (see `_read_as_numbers`).
     """
-    linear = {name for name, _ in _linear(model)}
+    linear, adapted = {name for name, _ in _linear(model)}, set(stacked_experts(model)) if lora.train_experts else set()
     missed = {}
     for name, module in model.named_modules():
         if name in linear or isinstance(module, _NO_MATRIX) or module is model.get_output_embeddings():
             continue
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and _wanted(model, name, module, lora):
+            matrix = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and f"{name}.{key}" not in adapted
+            if matrix and _wanted(model, name, module, lora):
                 missed[f"{name}.{key}"] = parameter.numel()
     return missed
 

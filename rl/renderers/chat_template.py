@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,22 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import reader_of
 from rl.renderers.base import Renderer, Span, TrainOn, texts, trained_indices, weighted_example
-from rl.renderers.parsing import CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END, split_calls, split_thoughts
+from rl.renderers.parsing import (
+    CALL_BEGIN,
+    CHANNEL,
+    CHANNEL_TEXT,
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    split_calls,
+    split_channels,
+    split_thoughts,
+)
 from rl.renderers.pictures import expanded, for_template, located, written_texts
 from rl.types import Message, ModelInput
 
+_CALL_MARK = "<|call|>"  # what ends a call where messages have channels
 _PROBE = "zqPROBEqz"  # a content that no template writes by itself
+_NEXT = "zqNEXTqz"
 _WRITES_ITS_OWN = ("assistant", "tool", "ipython", "function")  # roles whose contents templates may take apart or quote
 
 
@@ -41,11 +53,14 @@ class ChatTemplateRenderer(Renderer):
         self._settings = {name: self.shield.cover(value) if name in outside else value for name, value in template_settings.items()}
         self._thinks = THOUGHT_END in str(tokenizer.chat_template)
         self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
+        self._channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
         self._reader = reader_of(tokenizer)
         self._in_parts = self._reader is not None and not self._writes_strings()
         self._end_of_turn = self._find_end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
-        self.ends |= {self._end_id}
+        self._call_id: int | None = tokenizer.convert_tokens_to_ids(_CALL_MARK) if self._channels else None
+        self.ends |= {self._end_id} if self._call_id is None else {self._end_id, self._call_id}
+        self._check_read_back()
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
         messages = self._covered(messages)
@@ -70,29 +85,43 @@ class ChatTemplateRenderer(Renderer):
         return [self._end_id, *sorted(self.ends - {self._end_id})]
 
     def marks(self) -> tuple[str, ...]:
+        if self._channels:
+            return (CHANNEL,)
         return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *((CALL_BEGIN,) if self._calls_tools else ()))
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._until_end(tokens)
-        content = self._decode(before)
+        return self._read(self._decode(before)), ended
+
+    def _read(self, content: str) -> Message:
+        """What an assistant wrote, its end mark left out, as a message."""
         message: Message = {"role": "assistant", "content": content}
+        if self._channels:
+            content, thoughts, calls, unparsed = split_channels(content)
+            message |= {"content": content} | ({"reasoning_content": thoughts} if thoughts is not None else {})
+            message |= {"tool_calls": calls} if calls else {}
+            return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
         if self._thinks:
             content, thoughts = split_thoughts(content)
             if thoughts is not None:
                 message |= {"content": content, "reasoning_content": thoughts}
         if self._calls_tools:
-            content, calls, unparsed = split_calls(content)
+            content, calls, unparsed = split_calls(content, self.template_settings.get("tools") or ())
             message["content"] = content
             message |= {"tool_calls": calls} if calls else {}
             message |= {"unparsed_tool_calls": unparsed} if unparsed else {}
-        return message, ended
+        return message
 
     def finished(self, tokens: Sequence[int]) -> list[int]:
         before, ended = self._until_end(tokens)
+        if ended and tokens[len(before)] == self._call_id:
+            return list(tokens[: len(before) + 1])
         return [*before, self._end_id] if ended else before
 
     def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput | None:
         """See `Renderer`. What the template writes between the answer and its next one is found with another answer in its place."""
+        if self._channels:
+            return None  # gpt-oss leaves thoughts out of history, and ends what is in it otherwise
         said = self.parse_response(answer)[0]
         probe: Message = {**said, "content": _PROBE}
         before = self._covered(messages)
@@ -103,6 +132,8 @@ class ChatTemplateRenderer(Renderer):
             return None
         thoughts = self.shield.cover(str(said.get("reasoning_content") or ""), may_write_markup=True)
         between = text[len(prompt) : at]
+        if THOUGHT_END in self._decode(answer) and THOUGHT_END not in between:
+            return None  # a thought that was empty is left out as well
         if (thoughts not in between) if thoughts else bool(between.strip()) and "reasoning_content" not in said:
             return None
         end = text.find(self._end_of_turn, at)
@@ -177,18 +208,43 @@ class ChatTemplateRenderer(Renderer):
             "special token, so nothing tells the sampler to stop; use the renderer 'role_colon'"
         )
 
+    def _check_read_back(self) -> None:
+        """UserError where the template writes an answer with more around it than is read here: rewards would see its marks."""
+        asked: list[Message] = [{"role": "user", "content": "a"}]
+        prompt, text = self._text(asked, True), self._text([*asked, {"role": "assistant", "content": _PROBE}], False)
+        written = text[len(prompt) :].partition(self._end_of_turn)[0]
+        if text.startswith(prompt) and str(self._read(written)["content"]).strip() != _PROBE:
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path!r} writes an answer as {written!r}, a form that is not known here, so "
+                "that rewards would read its marks: use the renderer 'role_colon'"
+            )
+
+    @cached_property
+    def _ends_history_otherwise(self) -> bool:
+        """Whether an answer that is not the last ends in another mark (gpt-oss), which a model is not to learn."""
+        said: list[Message] = [
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}, {"role": "user", "content": _NEXT},
+        ]  # fmt: skip
+        return self._end_of_turn not in self._text(said, False).partition(_PROBE)[2].partition(_NEXT)[0]
+
     def _span(self, text: str, messages: Sequence[Message], index: int) -> Span:
         """Where in `text` the model's own writing of message `index` begins and ends (after its end-of-turn mark)."""
+        if index < len(messages) - 1 and self._ends_history_otherwise:
+            raise UserError(
+                f"the chat template ends an answer that others follow otherwise than with {self._end_of_turn!r}, and a model would learn "
+                "that mark: train on 'last_assistant' alone"
+            )
         prompt = self._text(messages[:index], generation=True)
         begin = len(prompt) if text.startswith(prompt) else self._begin_of_content(text, messages, index)
         content = messages[index]["content"].strip()
         at = text.find(content, begin)
         after = at + len(content) if at >= 0 else begin
-        end = text.find(self._end_of_turn, after)
+        mark = _CALL_MARK if self._channels and messages[index].get("tool_calls") else self._end_of_turn
+        end = text.find(mark, after)
         if end < 0:
-            mark, there = self._end_of_turn, text[begin:][:80]
+            there = text[begin:][:80]
             raise UserError(f"the chat template does not end message {index} with {mark!r}: {there!r}")
-        return begin, end + len(self._end_of_turn)
+        return begin, end + len(mark)
 
     def _begin_of_content(self, text: str, messages: Sequence[Message], index: int) -> int:
         """Where message `index` begins, in a template that writes history otherwise than it prompts (without thoughts)."""

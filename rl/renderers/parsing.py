@@ -1,13 +1,22 @@
-"""What a model wrote, taken apart: thoughts between <think> and </think>, calls of tools between <tool_call> and </tool_call>."""
+"""What a model wrote, taken apart: thoughts between <think> and </think>, calls of tools between <tool_call> and </tool_call>.
+
+A call is written as JSON, or (Qwen3.5 and those after it) as <function=NAME> with its <parameter=NAME> one by one. gpt-oss writes
+thoughts, calls and answer as messages of their own, each with its channel (`split_channels`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+CHANNEL, CHANNEL_TEXT = "<|channel|>", "<|message|>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
 
 
 def split_thoughts(text: str) -> tuple[str, str | None]:
@@ -31,24 +40,27 @@ def split_thoughts(text: str) -> tuple[str, str | None]:
         rest = after
 
 
-def split_calls(text: str) -> tuple[str, list[dict[str, Any]], list[dict[str, str]]]:
+def split_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[dict[str, Any]], list[dict[str, str]]]:
     """(the text without calls, the calls, what looks like a call and is none).
 
     A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}, the form that templates render back. What is
-    none (cut off, or no JSON of that form) stays in the text, and is named as {"raw_text": ..., "error": ...}.
+    none (cut off, or no JSON of that form) stays in the text, and is named as {"raw_text": ..., "error": ...}. `tools`: those that
+    may be called; what a parameter that is written by itself holds is read by its type there, and a text where none is given.
     """
     content, calls, unparsed = "", [], []
     said, opened, rest = text.partition(CALL_BEGIN)
     while opened:
         content += said
-        found, length = _call(rest)
+        by_parts = rest.lstrip().startswith("<function=")
+        found, length = _call_by_parts(rest, tools) if by_parts else _call(rest)
         if isinstance(found, str):
             unparsed.append({"raw_text": CALL_BEGIN + rest[:length], "error": found})
             content += CALL_BEGIN + rest[:length]
             said, opened, rest = rest[length:].partition(CALL_BEGIN)
         else:
             calls.append(found)
-            content = content.removesuffix("\n")  # templates put a call on a line of its own
+            content = content.removesuffix("\n")  # templates put a call on a line of its own,
+            content = content.removesuffix("\n") if by_parts else content  # and one by parts after an empty line
             said, opened, rest = rest[length:].partition(CALL_BEGIN)
             said = "" if not said.strip() else said
     return content + said, calls, unparsed
@@ -70,6 +82,62 @@ def _call(text: str) -> tuple[dict[str, Any] | str, int]:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments"), dict):
         return 'a call is {"name": text, "arguments": {...}}', length
     return {"type": "function", "function": {"name": value["name"], "arguments": value["arguments"]}}, length
+
+
+def _call_by_parts(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | str, int]:
+    """As `_call`, of <function=NAME><parameter=NAME>..</parameter></function>."""
+    closed = text.find(CALL_END)
+    until = len(text) if closed < 0 else closed + len(CALL_END)
+    found = _FUNCTION.match(text)
+    if found is None:
+        return ("was not finished" if closed < 0 else "no <function=...> that ends before the call does"), until
+    name, body = found.groups()
+    if _PARAMETER.sub("", body).strip():
+        return "something beside its <parameter=...>", found.end()
+    arguments = {key: _typed(value, _schema(tools, name, key)) for key, value in _PARAMETER.findall(body)}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}, found.end()
+
+
+def _schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> Mapping[str, Any]:
+    """What the description of a tool says of one of its parameters."""
+    told = next((tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {})
+    found = (told.get("parameters") or {}).get("properties", {}).get(parameter)
+    return found if isinstance(found, Mapping) else {"type": "string"}
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """A parameter's value: the text where its type is one, or where it is no JSON."""
+    if schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], list[dict[str, str]]]:
+    """gpt-oss: (what is said to the user, the thoughts or None, the calls, what was to be a call and is none), in the forms above.
+
+    A message whose text has not begun stays as it is, in what is said.
+    """
+    said, thoughts, calls, unparsed = [], [], [], []
+    for part in filter(None, _NEXT_MESSAGE.split(text)):
+        header, begun, body = part.partition(CHANNEL_TEXT)
+        called = re.search(r"to=functions\.([^\s<]+)", header)
+        if begun and called:
+            try:
+                arguments = json.loads(body)
+                if not isinstance(arguments, dict):
+                    raise ValueError("arguments are no JSON object")
+                calls.append({"type": "function", "function": {"name": called[1], "arguments": arguments}})
+            except (ValueError, RecursionError) as error:
+                unparsed.append({"raw_text": part, "error": f"no JSON ({error})"})
+                said.append(part)
+        elif begun and header.startswith(f"{CHANNEL}analysis"):
+            thoughts.append(body)
+        else:
+            said.append(body if begun else part)
+    return "\n\n".join(said), "\n\n".join(thoughts) if thoughts else None, calls, unparsed
 
 
 def with_calls(message: Mapping[str, Any]) -> str:

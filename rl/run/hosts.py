@@ -23,7 +23,7 @@ from rl.judges import (
     TokenScorer,
     check_vocabulary,
 )
-from rl.models import is_adapter
+from rl.models import PARTS, is_adapter
 from rl.ranks import checkpoint
 from rl.renderers import Renderer, StopsAt, get_renderer
 from rl.run.origins import origin_of, weights_folder
@@ -49,10 +49,7 @@ def make_policy(
         base,
         rank=model.lora_rank,
         seed=derive_seed(seed, "adapter") % 2**31,
-        train_mlp=model.train_mlp,
-        train_attn=model.train_attn,
-        train_unembed=model.train_unembed,
-        train_vision=model.train_vision,
+        **{part: getattr(model, part) for part in PARTS},
         alpha=model.lora_alpha,
         tokenizer=model.tokenizer,
         model_seed=weights_seed,

@@ -16,6 +16,7 @@ from rl.data import ProblemSet
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import METRICS, read_metrics
 from rl.methods import METHODS
+from rl.models import LATER_PARTS, PARTS
 from rl.run.beginnings import begins_after
 from rl.run.origins import goes_on, origin_of
 from rl.seeds import derive_seed
@@ -75,11 +76,10 @@ def _other_model(spec: Mapping[str, Any], run: Run, index: int) -> list[str]:
     wanted: dict[str, Any] = {} if theirs else {"seed": derive_seed(seed, "weights") % 2**31, "lora": None}
     wanted["value_head"] = bool(METHODS[stages[index].method].value_head(stages[index].settings))
     if model.lora_rank and not theirs:
-        parts = {"train_mlp": model.train_mlp, "train_attn": model.train_attn, "train_unembed": model.train_unembed}
-        parts["train_vision"] = model.train_vision
+        parts = {part: getattr(model, part) for part in PARTS}
         wanted["lora"] = {"rank": model.lora_rank, "seed": derive_seed(seed, "adapter") % 2**31, **parts, "alpha": model.lora_alpha}
     if spec.get("lora"):
-        spec = {**spec, "lora": {"train_vision": False, **spec["lora"]}}  # older checkpoints do not say
+        spec = {**spec, "lora": {**LATER_PARTS, **spec["lora"]}}
     other = [key for key, value in wanted.items() if spec.get(key, value) != value]
     found = [f"{key} of its model is {spec[key]!r}, this run's is {wanted[key]!r}" for key in other]
     there = str(spec.get("base_model", base))

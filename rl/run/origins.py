@@ -14,14 +14,13 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.learner import saving
-from rl.models import adapter_base, is_adapter
+from rl.models import LATER_PARTS, PARTS, adapter_base, is_adapter
 from rl.run.beginnings import begins_after
 from rl.run.reopen import Weights, open_weights
 from rl.settings import ModelSettings, Run, StagePlan
 
 ORIGINS = "origins"  # in config.json: what each stage that begins from trained weights began from
-_PARTS = ("train_attn", "train_mlp", "train_unembed", "train_vision")
-_SHAPE = ("lora_rank", "lora_alpha", *_PARTS)
+_SHAPE = ("lora_rank", "lora_alpha", *PARTS)
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,8 @@ def _saved_shape(folder: Path) -> ModelSettings | None:
         return None
     try:
         lora = json.loads(path.read_text(encoding="utf-8"))["spec"]["lora"]
-        lora = {"train_vision": False, **lora}  # older checkpoints do not say
-        return ModelSettings(lora_rank=lora["rank"], lora_alpha=lora["alpha"], **{name: lora[name] for name in _PARTS})
+        lora = {**LATER_PARTS, **lora}
+        return ModelSettings(lora_rank=lora["rank"], lora_alpha=lora["alpha"], **{name: lora[name] for name in PARTS})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} does not say what adapter lies beside it ({error!r}): it was changed or damaged") from error
 

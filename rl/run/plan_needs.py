@@ -13,7 +13,7 @@ import torch
 
 from rl.memory import GIB, Arithmetic, Held, Launch, MicroBatch, ModelShape, Skeleton, Work, micro_batch, plan, sampled_at_once
 from rl.methods import METHODS
-from rl.models import may_stay_unread, root_of
+from rl.models import PARTS, may_stay_unread, root_of
 from rl.ranks import asks_for_fsdp, zero_settings
 from rl.run.beginnings import begins_after
 from rl.run.origins import goes_on, origin_of
@@ -118,8 +118,7 @@ def _base(model: ModelSettings, launch: Launch) -> str:
 def _lora(model: ModelSettings) -> LoraConfig | None:
     if not model.lora_rank:
         return None
-    parts = {name: getattr(model, name) for name in ("train_mlp", "train_attn", "train_unembed", "train_vision")}
-    return LoraConfig(model.lora_rank, **parts)
+    return LoraConfig(model.lora_rank, **{part: getattr(model, part) for part in PARTS})
 
 
 @cache

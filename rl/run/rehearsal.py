@@ -17,7 +17,7 @@ import torch
 from rl.errors import UserError
 from rl.learner import saving
 from rl.methods import METHODS
-from rl.models import add_lora, check_model_folder, check_whole_folder, is_adapter, load_skeleton, load_tokenizer, made_from, root_of
+from rl.models import PARTS, add_lora, check_model_folder, check_whole_folder, is_adapter, load_skeleton, load_tokenizer, made_from, root_of
 from rl.run.beginnings import begins_after
 from rl.run.hosts import make_renderer, rubric_of, stage_renderer
 from rl.run.origins import weights_folder
@@ -72,9 +72,8 @@ def _check_adapter(model: ModelSettings, base_model: str) -> None:
     if model.lora_rank:
         with torch.device("meta"):
             loaded = load_skeleton(base_model, tokenizer=model.tokenizer if base_model.startswith("tiny:") else None)
-            parts = (model.train_mlp, model.train_attn, model.train_unembed, model.lora_alpha, model.train_vision)
-            lora = LoraConfig(model.lora_rank, 0, *parts)
-            add_lora(loaded, lora)
+            parts = {part: getattr(model, part) for part in PARTS}
+            add_lora(loaded, LoraConfig(model.lora_rank, 0, alpha=model.lora_alpha, **parts))
 
 
 def _root(stages: Sequence[StagePlan], index: int) -> tuple[str, str | None]:

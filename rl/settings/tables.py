@@ -107,6 +107,8 @@ class ModelSettings:
     """LoRA on the output head."""
     train_vision: bool = False
     """LoRA on the vision tower of a model that sees, and on what joins it to the text. (All weights, --lora-rank 0, are always all.)"""
+    train_experts: bool = False
+    """LoRA on the experts of a model that holds each of their matrices for all experts in one tensor, as transformers does (PEFT's target_parameters; a rank of its own for every expert)."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: fp32 weights (frozen ones: base_dtype), bf16 arithmetic, bf16 sampler. auto: bf16 on a GPU, fp32 on a CPU."""
     base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"

@@ -58,3 +58,4 @@ class LoraConfig:
     train_unembed: bool = True
     alpha: float | None = None  # extension: None means alpha = rank, so the adapter's scale is 1
     train_vision: bool = False  # extension: of a model that sees, its vision tower and projector as well
+    train_experts: bool = False  # extension: of a model whose experts are one tensor [experts, .., ..], those as well

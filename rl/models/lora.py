@@ -1,0 +1,42 @@
+"""A LoRA adapter put on a model."""
+
+from __future__ import annotations
+
+from rl.errors import UserError
+from rl.models.load import LoadedModel, quiet_about_tied_heads, seeded
+from rl.models.lora_targets import expert_targets, left_out, stacked_experts, targets
+from rl.remarks import remark
+from rl.types import LoraConfig
+
+
+def add_lora(loaded: LoadedModel, lora: LoraConfig) -> LoadedModel:
+    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base frozen."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    if lora.rank < 1:
+        raise UserError(f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_full_training_client)")
+    if lora.alpha is not None and not lora.alpha > 0:
+        raise UserError(f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}")
+    config = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha if lora.alpha is not None else lora.rank,  # type: ignore[arg-type]  # a float works
+        target_modules=targets(loaded.model, lora),
+        target_parameters=expert_targets(loaded.model, lora) or None,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    unadapted = sum(left_out(loaded.model, lora).values()) / sum(p.numel() for p in loaded.model.parameters())
+    if unadapted >= 0.01:
+        remedy = "" if lora.train_experts or not any(stacked_experts(loaded.model)) else "; --train-experts gives them one"
+        remark(f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter and stay as they are{remedy}")
+    loaded.model.name_or_path = loaded.name  # PEFT writes it into adapter_config.json
+    with seeded(lora.seed if lora.seed is not None else 0), quiet_about_tied_heads():
+        try:
+            model = get_peft_model(loaded.model, config)
+        except ValueError as error:  # of architectures that PEFT does not adapt, state-space models among them
+            raise UserError(f"{loaded.name} takes no LoRA adapter: {error} Train all weights (lora_rank 0)") from error
+    return LoadedModel(model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.stored)
+
+

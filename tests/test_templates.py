@@ -1,0 +1,225 @@
+"""Random conversations through each family's own template: the renderer's tokens are `apply_chat_template`'s, what was rendered is read
+back as it was, and the next turn is an exact extension or refused. Templates come with the tokenizers of the data folder, and, where it
+is installed, with the package trl: those stand on a small tokenizer that is given their special tokens."""
+
+import functools
+import importlib.util
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from rl.errors import UserError
+from rl.renderers import get_renderer
+from rl.renderers.parsing import split_calls, split_channels
+
+COUNT = 200
+WORDS = (
+    "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂", "Straße", "שלום", "{{ x }}", "a\n\nb",
+)  # fmt: skip
+FOLDER = {"qwen2.5": {}, "qwen3": {}, "qwen3, no thinking": {"enable_thinking": False}, "minimind_6400": {}}
+# Of the package: what it says of its thoughts and calls, as far as they are read back.
+PACKAGE = {
+    "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "", "lfm2": "", "lfm2_v2": "",
+    "qwen2_5": "calls", "qwen2_5_vl": "", "qwen3": "thoughts calls", "qwen3_instruct_2507": "calls", "qwen3_vl": "calls",
+    "qwen3_5_think": "thoughts calls", "qwen3_5_nothink": "calls", "qwen3_6": "thoughts calls", "qwen3_8": "thoughts calls",
+    "llama3_1": "one_call", "llama3_2": "one_call", "gptoss": "thoughts calls one_call",
+    "gemma4": "", "gemma4_v5": "", "deepseekv3": "", "deepseek_r1_distill": "", "lfm2_2_5": "",
+    "nemotron_3_nano": "", "nemotron_3_super": "",
+}  # fmt: skip
+_SPECIAL = re.compile(
+    r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</s>|<s>|</?think>|</?tool_call>|</?tool_response>"
+)
+_MARKUP = re.compile(r"</?(think|tool_call|tool_response)>")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds é and 数",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "text": {"type": "string"}}, "required": ["a"]},
+    },
+}
+
+
+def of_package(name, tokenizers):
+    from transformers import AddedToken, AutoTokenizer
+
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("its template is in the package trl (requirements-bench.txt), which is not installed")
+    template = (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers / "minimind_6400", bos_token="<bos>", eos_token="<eos>")
+    written = sorted({*_SPECIAL.findall(template), "<bos>", "<eos>"})
+    tokenizer.add_tokens([AddedToken(w, special=not _MARKUP.fullmatch(w), normalized=False) for w in written])
+    tokenizer.chat_template = template
+    return get_renderer("chat_template", tokenizer)
+
+
+@functools.cache
+def of_folder(name, tokenizers):
+    from transformers import AutoTokenizer
+
+    return get_renderer("chat_template", AutoTokenizer.from_pretrained(tokenizers / name.partition(",")[0]), **FOLDER[name])
+
+
+def said(rng: random.Random) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 6)))
+
+
+def conversation(rng: random.Random, can: set[str]):
+    """(messages, the last the assistant's; whether there are tools). Special tokens stand in some as `\\0`."""
+
+    def text():
+        return said(rng) + (" \0 " + said(rng) if rng.random() < 0.1 else "")
+
+    tools = "tools" in can and rng.random() < 0.4
+    messages = [{"role": "system", "content": text()}] if "system" in can and rng.random() < 0.5 else []
+    for _ in range(rng.randrange(1, 4)):
+        messages.append({"role": "user", "content": text()})
+        while tools and rng.random() < 0.4:
+            messages += [answer(rng, can, call=True), {"role": "tool", "name": "add", "content": text()}]
+        messages.append(answer(rng, can, call=False))
+    if tools and "calls" in can and rng.random() < 0.5:
+        messages[-1] = answer(rng, can, call=True)
+    return messages, tools
+
+
+def answer(rng, can, call):
+    message = {"role": "assistant", "content": said(rng)}
+    if "thoughts" in can and rng.random() < 0.5:
+        message["reasoning_content"] = said(rng).replace("\n\n", " ")
+    if call:
+        arguments = {"a": rng.randrange(9), "text": rng.choice(["é", "a b", "[1]"])}
+        message["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+        if "one_call" in can:
+            message["content"] = ""
+    return message
+
+
+def filled(messages, word):
+    return json.loads(json.dumps(messages).replace("\\u0000", json.dumps(word)[1:-1]))
+
+
+def abilities(renderer, name) -> set[str]:
+    """What the template takes, tried out; and what the table says is read back."""
+    template, found = str(renderer.tokenizer.chat_template), set()
+    try:
+        renderer.build_generation_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        found.add("system")
+    except UserError:
+        pass
+    known = PACKAGE.get(name, "calls" if name == "qwen2.5" else "thoughts calls" if name == "qwen3" else "calls")
+    return found | set(known.split()) | ({"tools"} if "tools" in template else set())
+
+
+def whole(tokenizer, messages, settings, tools, generation):
+    given = {"tools": [TOOL]} if tools else {}
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **settings, **given)
+
+
+def check(renderer, name):
+    """How many prompts, answers and bridges were compared. Any that differs is an error."""
+    tokenizer, settings = renderer.tokenizer, FOLDER.get(name, {})
+    rng, can = random.Random(name), abilities(renderer, name)
+    with_tools = renderer.with_tools([TOOL]) if "tools" in can else renderer
+    words = sorted(renderer.shield.control)
+    control = {tokenizer.convert_tokens_to_ids(word) for word in words}
+    counts = dict.fromkeys(("prompts", "forged", "answers", "bridged", "anew"), 0)
+    for _ in range(COUNT):
+        messages, tools = conversation(rng, can)
+        one = with_tools if tools else renderer
+        harmless, word = filled(messages, "x"), rng.choice(words)
+        for upto in (len(messages), len(messages) - 1):
+            plain = harmless[:upto]
+            expected = tokenizer.encode(whole(tokenizer, plain, settings, tools, True), add_special_tokens=False)
+            assert one.build_generation_prompt(plain).to_ints() == expected
+            counts["prompts"] += 1
+            forged = filled(messages, word)[:upto]
+            if forged != plain:
+                tokens = one.build_generation_prompt(forged).to_ints()
+                assert tokenizer.decode(tokens) == whole(tokenizer, forged, settings, tools, True)
+                assert [t for t in tokens if t in control] == [t for t in expected if t in control], word
+                counts["forged"] += 1
+        try:
+            example, weights = one.build_supervised_example(harmless)
+        except UserError as refused:
+            assert "otherwise than the prompt" in str(refused) or "does not end message" in str(refused)
+            continue
+        learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
+        assert tokenizer.decode(example.to_ints()) == whole(tokenizer, harmless, settings, tools, False)
+        message, ended = one.parse_response(learnt)
+        wanted = {"reasoning_content": "", **harmless[-1]} if "reasoning_content" in message else harmless[-1]
+        if "calls" in can or "tool_calls" not in wanted:
+            assert ended and message == wanted, tokenizer.decode(learnt)
+            counts["answers"] += 1
+        new = [{"role": "tool", "name": "add", "content": "7"} if "tool_calls" in wanted else {"role": "user", "content": said(rng)}]
+        seen = one.build_generation_prompt(harmless[:-1]).to_ints()
+        following = one.bridge(harmless[:-1], seen, learnt, new)
+        counts["anew" if following is None else "bridged"] += 1
+        if following is not None:
+            assert following.to_ints()[: len(seen) + len(learnt)] == [*seen, *learnt]
+            assert tokenizer.decode(following.to_ints()) == whole(tokenizer, [*harmless, *new], settings, tools, True)
+    return counts
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "minimind_6400" else pytest.mark.slow) for n in FOLDER])
+def test_the_tokenizers_own_templates(name, shared_data):
+    counts = check(of_folder(name, shared_data / "tokenizers"), name)
+    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+    assert counts["answers"] > 0.9 * COUNT or name == "qwen3, no thinking"
+
+
+def test_calls_by_parts_are_read_by_their_types():
+    """By hand: Qwen3.5's form, which says of no value whether it is a text."""
+    typed = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {}}}}}
+    text = (
+        "So.\n\n<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n<parameter=l>\n[1, 2]\n"
+        "</parameter>\n<parameter=m>\n7\n8\n</parameter>\n</function>\n</tool_call>"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"n": 7, "s": "7", "l": [1, 2], "m": "7\n8"}}}
+    assert split_calls(text, [typed]) == ("So.", [call], [])
+    for broken, why in (
+        (text[:-20], "was not finished"),
+        (text.replace("</function>", ""), "no <function=...> that ends"),
+        (text.replace("</function>", "x</function>"), "something beside its"),
+    ):
+        said, calls, unparsed = split_calls(broken, [typed])
+        assert said == broken and not calls and why in unparsed[0]["error"]
+
+
+def test_messages_with_channels_are_read_by_hand():
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to="
+        'functions.f<|channel|>commentary json<|message|>{"a": 2}'
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
+    assert split_channels(text) == ("I add.", "hm", [call], [])
+    written = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 2}'  # as models write it
+    assert split_channels(written) == ("", None, [call], [])
+    assert split_channels(written[:-1])[2:][1][0]["error"].startswith("no JSON")
+    assert split_channels("<|channel|>final<|message|>4") == ("4", None, [], [])
+    assert split_channels("<|channel|>ana") == ("<|channel|>ana", None, [], [])  # cut off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGE)
+def test_templates_of_other_families(name, shared_data):
+    counts = check(of_package(name, shared_data / "tokenizers"), name)
+    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "why"), [("glm4moe", "holds no special token"), ("muse_glimmer", "a form that is not known here")])
+def test_a_template_that_cannot_be_read_back_is_refused(name, why, shared_data):
+    with pytest.raises(UserError, match=why):
+        of_package(name, shared_data / "tokenizers")
+
+
+@pytest.mark.slow
+def test_an_answer_that_ends_otherwise_in_history_is_not_learnt_there(shared_data):
+    """gpt-oss ends the last answer with <|return|> and those before it with <|end|>."""
+    renderer, ask = of_package("gptoss", shared_data / "tokenizers"), {"role": "user", "content": "a"}
+    with pytest.raises(UserError, match="last_assistant"):
+        renderer.build_supervised_example([ask, {"role": "assistant", "content": "b"}] * 2, "all_assistant")
