@@ -41,6 +41,7 @@ from rl.errors import UserError  # noqa: E402
 from rl.layers import describe  # noqa: E402
 from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
 from rl.losses.losses import get_loss  # noqa: E402
+from rl.models import add_lora  # noqa: E402
 from rl.models import load as models  # noqa: E402
 from rl.ranks.launch import make_accelerator  # noqa: E402
 from rl.sampler import Engine, Request, make_decoder  # noqa: E402
@@ -145,7 +146,7 @@ def attempt(work: Callable[[], Any]) -> str:
 
 
 def left_out(model: Any, name: str) -> str:
-    found = models.add_lora(loaded_copy(model, name), LoraConfig(rank=2, seed=0))
+    found = add_lora(loaded_copy(model, name), LoraConfig(rank=2, seed=0))
     return f"{found.unadapted:.3f}"
 
 
@@ -218,7 +219,7 @@ def warm_up() -> None:
     """What every row needs, imported: no backward, whose threads do not outlive a fork."""
     torch.set_num_threads(1)
     make_accelerator(bf16=False)
-    models.add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))
+    add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:

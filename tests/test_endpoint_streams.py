@@ -63,6 +63,35 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(shared_data, name, to
     assert shown >= len(ANSWERS), "next to nothing is ever certain"
 
 
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+IN_CHANNELS = [
+    "<|channel|>final<|message|>Yes, and <so> on.",
+    "<|channel|>analysis<|message|>hm, 🙂<|end|><|start|>assistant<|channel|>final<|message|>Yes. <|e",
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>I call.<|end|><|start|>assistant"
+    ' to=functions.f<|channel|>commentary json<|message|>{"a": 2}',
+]
+
+
+def test_what_is_certain_of_messages_in_channels(shared_data):
+    """gpt-oss' form: no header, no part of a mark and no call is ever shown, whichever prefix is read."""
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
+    tokenizer.chat_template = CHANNELS
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    renderer = get_renderer("chat_template", tokenizer)
+    for text in IN_CHANNELS:
+        tokens = [token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)]
+        whole, shown = renderer.parse_response(tokens)[0], []
+        for k in range(len(tokens)):
+            found = parse_begun(renderer, tokens[:k], False)
+            for name in ("content", "reasoning_content"):
+                assert str(whole.get(name) or "").startswith(str(found.get(name) or "")), (text, k, name)
+            shown.append(found["content"])
+        assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False)) and shown[-1]
+
+
 def test_thoughts_that_the_prompt_opened_are_held_until_they_end(shared_data):
     renderer = get_renderer("chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3")))
     prompt = [*renderer.build_generation_prompt(ASK).to_ints(), *renderer.encode("x"), *renderer.tokenizer.encode("<think>\n")]

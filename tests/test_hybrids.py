@@ -12,7 +12,7 @@ from test_architectures import alone, datums, gradient_error, learnt, make_learn
 from whole_runs import final_weights, run, stage, train
 
 from bench.tiny_models import VOCAB, tiny_model
-from rl.models import load, load_model
+from rl.models import add_lora, load, load_model
 from rl.sampler import Engine, Request, make_decoder, probe
 from rl.sampler.cache_slots import SlotState
 from rl.types import LoraConfig, SamplingParams
@@ -125,7 +125,7 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
     from peft import PeftModel
 
     model_of(name).save_pretrained(tmp_path / "base")
-    loaded = load.add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
+    loaded = add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
     learner = make_learner(loaded.model, layout="padded")
     learnt(learner, datums(((9, (7, 5)), (4, (3, 12)))))
     adapters = {n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n}  # Zamba's lists hold unused layers

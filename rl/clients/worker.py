@@ -22,6 +22,7 @@ from rl.clients.proof import Seen, look
 from rl.clients.settings import WorkerSettings
 from rl.clients.slices import Asked, Slice, Stream, run_slice
 from rl.errors import UserError
+from rl.layers import config_number, width
 from rl.learner import Learner, ModelSpec, check_kind, chosen, reads_in_parts, saving
 from rl.losses import LossSpec, get_loss
 from rl.models import LoadedModel, add_lora, add_value_head, load_unread
@@ -122,7 +123,7 @@ class Worker:
             "value_head": spec.value_head,
             "vocab_size": loaded.vocab_size,
             "max_context": _max_context(loaded),
-            "hidden_size": config.get("hidden_size") or config.get("n_embd"),
+            "hidden_size": width(loaded.model),
             "parameters": parameters,
             "trainable_parameters": trainable,
             "tokenizer": note_ends(loaded.tokenizer, loaded.eos_token_ids),
@@ -346,5 +347,4 @@ class Worker:
 
 
 def _max_context(loaded: LoadedModel) -> int | None:
-    config = loaded.model.config.get_text_config().to_dict()
-    return config.get("max_position_embeddings") or config.get("n_positions")
+    return config_number(loaded.model, "max_position_embeddings", "n_positions", "max_target_positions")

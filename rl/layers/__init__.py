@@ -1,13 +1,14 @@
 """What a model is built of: the kinds of its layers, how far they look, its experts; read from the model itself, and by all rooms alike."""
 
 from rl.layers.describe import Experts, Layers, cut_, cut_to, describe, rhythm, shallow
-from rl.layers.reach import inner_model, shrunk
+from rl.layers.reach import config_number, inner_model, shrunk, width
 from rl.layers.routing import Replay, given, noted
 
 __all__ = [
     "Experts",
     "Layers",
     "Replay",
+    "config_number",
     "cut_",
     "cut_to",
     "describe",
@@ -17,4 +18,5 @@ __all__ = [
     "rhythm",
     "shallow",
     "shrunk",
+    "width",
 ]

@@ -27,6 +27,18 @@ def text_config(model: Any) -> Any:
     return inner_model(model).config.get_text_config()
 
 
+def config_number(model: Any, *names: str) -> int | None:
+    """A positive number of the config, by the first of its names that it has (an architecture's `attribute_map` included)."""
+    config = text_config(model)
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
+
+
+def width(model: Any) -> int:
+    """Of the model's hidden states; of its embeddings where the config has no name for it."""
+    found = config_number(model, "hidden_size", "n_embd", "d_model")
+    return found if found is not None else int(inner_model(model).get_input_embeddings().weight.shape[-1])
+
+
 def local_reach(model: Any) -> dict[str, int]:
     """The config's numbers by name: the farthest that a window, chunk or block reaches; empty for plain full attention."""
     config = text_config(model).to_dict()

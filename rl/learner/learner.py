@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl.errors import UserError
 from rl.images import reader_of
-from rl.layers import Replay, describe, given
+from rl.layers import Replay, describe, given, width
 from rl.learner.backend import Backend, make_backend, place
 from rl.learner.backend_shared import first_layers, hollow
 from rl.learner.base import lower_
@@ -261,9 +261,7 @@ class Learner:
     ) -> list[PackedBatch]:
         """This rank's micro-batches (rl.learner.dealing); `part`: that one of them alone."""
         drawn_at = [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
-        config = self.model.config.get_text_config().to_dict()
-        hidden = config.get("hidden_size") or config["n_embd"]
-        dealing = Dealing(self.settings.token_budget, self.settings.layout, frozenset(self.layouts), hidden, self.length_switch,
+        dealing = Dealing(self.settings.token_budget, self.settings.layout, frozenset(self.layouts), width(self.model), self.length_switch,
                           self.reader is not None)  # fmt: skip
         rounds = dealing.rounds(datums, group, drawn_at)
         self.parts = len(rounds)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kernels import head_bytes
-from rl.layers import cut_to, describe, rhythm
+from rl.layers import config_number, cut_to, describe, rhythm, width
 from rl.learner import HeadRequest, LogprobHead
 from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
 from rl.models import LoadedModel, add_lora, attention_mask_for, inner_model, load_skeleton
@@ -126,9 +126,8 @@ def _on_cpu(model: Any, dtype: torch.dtype) -> Any:
 def _shape(loaded: LoadedModel) -> ModelShape:
     model = loaded.model
     parameters = dict(model.named_parameters())
-    config = inner_model(model).config.get_text_config().to_dict()
-    hidden = config.get("hidden_size") or config["n_embd"]
-    heads = config.get("num_attention_heads") or config["n_head"]
+    hidden = width(model)
+    heads = config_number(model, "num_attention_heads", "n_head") or 1
     try:
         check_supported(inner_model(model))
         fast = True
@@ -145,14 +144,14 @@ def _shape(loaded: LoadedModel) -> ModelShape:
         adapters=sum(p.numel() for n, p in parameters.items() if "lora_" in n),
         small=sum(p.numel() for p in parameters.values() if p.numel() < SMALL),
         largest=max(p.numel() for p in parameters.values()),
-        layers=config.get("num_hidden_layers") or config["n_layer"],
+        layers=config_number(model, "num_hidden_layers", "n_layer") or 1,
         hidden=hidden,
         heads=heads,
-        key_heads=config.get("num_key_value_heads") or heads,
-        head_width=config.get("head_dim") or hidden // heads,
-        mlp=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        key_heads=config_number(model, "num_key_value_heads") or heads,
+        head_width=config_number(model, "head_dim") or hidden // heads,
+        mlp=config_number(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
         vocab=loaded.vocab_size,
-        max_context=config.get("max_position_embeddings") or config.get("n_positions"),
+        max_context=config_number(model, "max_position_embeddings", "n_positions"),
         fast=fast,
         layer=max((sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds), default=0),
         matrices=sum(p.numel() for p in frozen.values()),

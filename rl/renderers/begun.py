@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.renderers.base import Renderer
-from rl.renderers.parsing import CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END
+from rl.renderers.parsing import CALL_BEGIN, CHANNEL, THOUGHT_BEGIN, THOUGHT_END, begun_channels
 from rl.types import Message
 
 
@@ -24,8 +24,12 @@ def parse_begun(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool
     end of the text spaces, parts of characters, and what may be the beginning of a mark. One answer may yet turn out otherwise: a
     closing mark of thoughts that nothing opened makes thoughts of what came before it.
     """
+    marks = renderer.marks()
+    if CHANNEL in marks:  # the certain part of the text, read as a whole answer is
+        ids = renderer.encode(certain_text(begun_channels(renderer._decode(renderer._until_end(tokens)[0])), marks))
+        return renderer.parse_response(ids)[0]
     message = renderer.parse_response(tokens)[0]
-    marks, content = renderer.marks(), str(message["content"])
+    content = str(message["content"])
     begun = content.lstrip()
     if THOUGHT_BEGIN in marks and "reasoning_content" not in message:
         if within_thoughts or begun.startswith(THOUGHT_BEGIN) or THOUGHT_BEGIN.startswith(begun):

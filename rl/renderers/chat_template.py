@@ -86,7 +86,7 @@ class ChatTemplateRenderer(Renderer):
 
     def marks(self) -> tuple[str, ...]:
         if self._channels:
-            return (CHANNEL,)
+            return (CHANNEL, "<|end|>", "<|start|>assistant")
         return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *((CALL_BEGIN,) if self._calls_tools else ()))
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:

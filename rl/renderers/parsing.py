@@ -100,7 +100,7 @@ def _call_by_parts(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[
 
 def _schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> Mapping[str, Any]:
     """What the description of a tool says of one of its parameters."""
-    told = next((tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {})
+    told: Mapping[str, Any] = next((tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {})
     found = (told.get("parameters") or {}).get("properties", {}).get(parameter)
     return found if isinstance(found, Mapping) else {"type": "string"}
 
@@ -138,6 +138,16 @@ def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], li
         else:
             said.append(body if begun else part)
     return "\n\n".join(said), "\n\n".join(thoughts) if thoughts else None, calls, unparsed
+
+
+def begun_channels(text: str) -> str:
+    """Of an answer in such messages that is still being drawn: without the last one where its text has not begun, or is a call."""
+    starts = [0, *(found.end() for found in _NEXT_MESSAGE.finditer(text))]
+    header, begun, _ = text[starts[-1] :].partition(CHANNEL_TEXT)
+    if begun and "to=" not in header:
+        return text
+    before = [found.start() for found in _NEXT_MESSAGE.finditer(text)]
+    return text[: before[-1]] if before else ""
 
 
 def with_calls(message: Mapping[str, Any]) -> str:

@@ -142,12 +142,12 @@ def _changed(rows: Rows, but: int, decoder: HFDecoder) -> Rows:
 
 
 def _shorten_windows(model: Any) -> None:
-    """Sizes of windows and chunks of attention, wherever config and modules keep them, to at most `_WINDOW`."""
+    """Sizes of windows, chunks and choices of attention, wherever config and modules keep them, to at most `_WINDOW`."""
     config = unwrapped(model).config
     places = [vars(config), vars(config.get_text_config()), *(vars(module) for module in model.modules())]
     for own in places:
         for name, value in list(own.items()):
-            sized = name.endswith(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size"))
+            sized = name.endswith(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size", "index_topk"))
             if sized and type(value) is int and value > _WINDOW:
                 own[name] = _WINDOW
 
