@@ -208,7 +208,8 @@ def test_a_plan_within_its_ranges_or_one_clean_error(seed: int) -> None:
 
 
 def test_found_by_many_more() -> None:
-    """A stage's name of thousands of letters is not said whole."""
+    """A name or a value of thousands of letters is not said whole."""
+    assert check(Asked(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode())) == REFUSED
     asked = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
     assert check(asked) == REFUSED
     assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED  # a list of one

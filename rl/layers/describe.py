@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from rl.layers.reach import inner_model, local_reach, text_config, unnamed_kinds
+from rl.layers.reach import config_number, inner_model, local_reach, text_config, unnamed_kinds
 
 STATES = ("linear", "state space", "convolution")
 KEEPS_KEYS = ("full", "sliding", "chunked", "other")
@@ -51,6 +51,7 @@ class Layers:
     positions: str  # "rotary", "learned", "alibi" or "none"
     experts: Experts | None
     images: bool
+    chosen: int | None = None  # positions that a layer reads, which it chooses by scores of its own (DeepSeek's sparse attention)
 
     @cached_property
     def states(self) -> bool:
@@ -71,7 +72,8 @@ class Layers:
     def __str__(self) -> str:
         counts = [f"{self.kinds.count(kind)} {kind}" for kind in dict.fromkeys(self.kinds)]
         experts = [f"{self.experts.per_token} of {self.experts.count} experts"] if self.experts else []
-        return ", ".join([*counts, *experts, f"{self.positions} positions", *(["images"] if self.images else [])])
+        chosen = [f"{self.chosen} chosen positions"] if self.chosen else []
+        return ", ".join([*counts, *experts, *chosen, f"{self.positions} positions", *(["images"] if self.images else [])])
 
 
 def describe(model: Any) -> Layers:
@@ -87,6 +89,7 @@ def describe(model: Any) -> Layers:
         positions=_positions(inner),
         experts=_experts(inner),
         images=any(getattr(config, name, None) is not None for name in ("vision_config", "image_token_id", "vq_config")),
+        chosen=config_number(inner, "index_topk", "indexer_budget"),
     )
 
 

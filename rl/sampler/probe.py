@@ -42,6 +42,11 @@ def settle(decoder: HFDecoder, model: Any | None) -> None:
     """
     trial, _ = small(decoder.model if model is None else model)
     decoder.plan = find_plan(trial)
+    if decoder.layers.chosen:
+        remark(
+            f"{decoder.name}: its layers choose which {decoder.layers.chosen} positions they read, by scores whose order rounding can "
+            "turn round: beyond so many tokens a sample's logprob may differ from the learner's (optim/max_logprob_difference)"
+        )
     if decoder.plan.rows == "recompute":
         remark(
             f"{decoder.name}: decoding with a cache does not give this model's own logits (tried: rows of any lengths, "

@@ -166,7 +166,7 @@ def convert(field: Field, given: Given) -> Any:
             if word not in spec.choices:
                 near = nearest(word, spec.choices)
                 hint = f"; did you mean {near}?" if near else ""
-                raise ValueError(f"{given.place}: {word} is not one of {', '.join(spec.choices)}{hint}")
+                raise ValueError(f"{given.place}: {Given((word,), given.place).shown} is not one of {', '.join(spec.choices)}{hint}")
     try:
         value = spec.instance_from_str(words)
     except (ValueError, TypeError, OverflowError) as error:  # what tyro's converters raise
