@@ -14,6 +14,7 @@ from rl import ServiceClient
 from rl.episodes import trajectory_to_datums
 from rl.episodes.episode import Trajectory, Transition
 from rl.errors import UserError
+from rl.layers import config_number, width
 from rl.learner import Learner, LearnerSettings
 from rl.losses import get_loss
 from rl.models import add_lora, load
@@ -36,6 +37,7 @@ KINDS: dict[str, tuple[dict, set[str]]] = {
     "opt": ({}, {"padded", "shared"}),  # no sequence is told apart by positions alone
     "bloom": ({}, ROWS),  # ALiBi
     "falcon_h1": ({}, ROWS),
+    "mpt": ({}, ROWS),  # its config says d_model
 }
 EAGER = {"gpt2", "llama", "qwen2", "mixtral", "mistral", "gemma2", "gptj", "codegen", "lfm2", "qwen3_next", "llama4_text"}
 
@@ -116,15 +118,25 @@ def check_every_layout(model, takes: set[str]) -> None:
         assert gradient_error(learner, gradient) < 1e-4, layout
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"])
 def test_a_layout_is_exact_or_refused(name):
     check_every_layout(model_of(name), KINDS[name][1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text"}))
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"}))
 def test_a_layout_is_exact_or_refused_elsewhere(name):
     check_every_layout(model_of(name), KINDS[name][1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mpt", "xglm", "bart", "opt", "xlm", "falcon_mamba", "dbrx", "whisper", "bloom"])
+def test_width_and_length_are_read_by_whatever_name_a_config_has_for_them(name):
+    """Beside the embeddings themselves; a number that stands for "no limit" is none."""
+    model = model_of(name)
+    assert width(model) == model.get_input_embeddings().weight.shape[-1]
+    limit = config_number(model, "max_position_embeddings", "n_positions", "max_target_positions")
+    places = [module for place, module in model.named_modules() if place.endswith(("wpe", "embed_positions", "position_embeddings"))]
+    assert limit is None or all(limit <= module.weight.shape[0] for module in places if hasattr(module, "weight"))
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj"])
