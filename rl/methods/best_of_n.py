@@ -26,7 +26,9 @@ from rl.settings import (
     Range,
     SamplingSettings,
     ShapingSettings,
+    check_compared,
     check_ranges,
+    check_substeps,
 )
 from rl.types import Datum
 
@@ -67,10 +69,8 @@ class BestOfNSettings:
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
-        if self.learned.comparison_model is not None and self.selection.group_size == 1:
-            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
+        check_substeps(self)
+        check_compared(self, self.selection.group_size)
 
     @property
     def learning_rate(self) -> float:

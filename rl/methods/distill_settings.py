@@ -16,6 +16,7 @@ from rl.settings import (
     SamplingSettings,
     Share,
     check_ranges,
+    check_substeps,
     only_with,
     without_samples,
 )
@@ -69,8 +70,7 @@ class DistillSettings:
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         why = "it looks for groups whose answers differ in reward, and distill learns from every answer"
         only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
         if self.distillation.learn_from != "student":

@@ -24,6 +24,7 @@ from rl.settings import (
     RowLoopSettings,
     SamplingSettings,
     check_ranges,
+    check_substeps,
     only_with,
     without_samples,
 )
@@ -76,8 +77,7 @@ class DpoSettings:
     loop: RowLoopSettings = field(default_factory=_loop)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         without_samples(self, "dpo learns from the data's answers")
 
     @property

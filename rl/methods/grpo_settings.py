@@ -22,7 +22,9 @@ from rl.settings import (
     ShapingSettings,
     Share,
     Weight,
+    check_compared,
     check_ranges,
+    check_substeps,
     only_with,
     unflatten,
 )
@@ -115,10 +117,8 @@ class GrpoSettings:
 
     def __post_init__(self) -> None:
         check_flow(self)
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
-        if self.learned.comparison_model is not None and self.policy_gradient.group_size == 1:
-            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
+        check_substeps(self)
+        check_compared(self, self.policy_gradient.group_size)
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
             raise ValueError("dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out")
         if self.policy_gradient.truncated_is is not None and self.correction.active:

@@ -26,6 +26,7 @@ from rl.settings import (
     RowLoopSettings,
     SamplingSettings,
     check_ranges,
+    check_substeps,
     without_samples,
 )
 from rl.types import Datum, Problem
@@ -66,8 +67,7 @@ class KtoSettings:
     loop: RowLoopSettings = field(default_factory=RowLoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         if self.loop.batch_size < 2 * self.optim.num_substeps:
             raise ValueError("kto needs two rows or more in an optimizer step: it sets prompts beside the answers of others")
         without_samples(self, "kto learns from the data's answers")

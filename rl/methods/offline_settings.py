@@ -17,6 +17,7 @@ from rl.settings import (
     Share,
     Weight,
     check_ranges,
+    check_substeps,
     only_with,
     without_samples,
 )
@@ -110,8 +111,7 @@ class OfflineSettings:
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         without_samples(self, "offline learns from stored answers")
 
     @property

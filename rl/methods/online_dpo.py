@@ -28,6 +28,7 @@ from rl.settings import (
     SamplingSettings,
     ShapingSettings,
     check_ranges,
+    check_substeps,
 )
 from rl.types import AdamParams, Datum
 
@@ -64,8 +65,7 @@ class OnlineDpoSettings:
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
 
     @property
     def learning_rate(self) -> float:

@@ -23,7 +23,9 @@ from rl.settings import (
     ShapingSettings,
     Share,
     Weight,
+    check_compared,
     check_ranges,
+    check_substeps,
     only_with,
 )
 
@@ -84,10 +86,8 @@ class PpoSettings:
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
-        if self.learned.comparison_model is not None and self.ppo.group_size == 1:
-            raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
+        check_substeps(self)
+        check_compared(self, self.ppo.group_size)
         why = "it looks for groups whose answers differ in reward, and ppo compares none"
         only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
 

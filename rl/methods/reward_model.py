@@ -26,6 +26,7 @@ from rl.settings import (
     SamplingSettings,
     Weight,
     check_ranges,
+    check_substeps,
     only_with,
     without_samples,
 )
@@ -64,8 +65,7 @@ class RewardModelSettings:
     loop: RowLoopSettings = field(default_factory=_loop)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         without_samples(self, "reward_model learns from the data's answers")
         if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
             raise ValueError("a reward model reads its score at an answer's end, which cutting takes away: set on_too_long to skip")

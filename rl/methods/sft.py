@@ -12,7 +12,16 @@ from rl.episodes import supervised_datum
 from rl.methods.base import EvaluatesRows, Models, Progress
 from rl.methods.rows import by_tag, cut_to
 from rl.methods.steps import one_pass
-from rl.settings import AnswerDataSettings, ModelSettings, OptimSettings, RowLoopSettings, SamplingSettings, check_ranges, without_samples
+from rl.settings import (
+    AnswerDataSettings,
+    ModelSettings,
+    OptimSettings,
+    RowLoopSettings,
+    SamplingSettings,
+    check_ranges,
+    check_substeps,
+    without_samples,
+)
 from rl.types import Datum, Problem
 
 LOSS = "test/loss"
@@ -42,8 +51,7 @@ class SftSettings:
     loop: RowLoopSettings = field(default_factory=RowLoopSettings)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         without_samples(self, "sft learns from the data's answers")
 
     @property

@@ -17,6 +17,7 @@ from rl.settings import (
     RowLoopSettings,
     SamplingSettings,
     check_ranges,
+    check_substeps,
     without_samples,
 )
 from rl.types import Datum, Problem
@@ -35,8 +36,7 @@ class _PairSettings:
     loop: RowLoopSettings = field(default_factory=_loop)
 
     def __post_init__(self) -> None:
-        if self.loop.batch_size % self.optim.num_substeps:
-            raise ValueError(f"batch_size {self.loop.batch_size} is no multiple of num_substeps {self.optim.num_substeps}")
+        check_substeps(self)
         without_samples(self, "it learns from the data's answers")
 
 

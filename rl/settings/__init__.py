@@ -1,7 +1,7 @@
 """What was asked for: fields, recipes, the command line, its help."""
 
 from rl.settings import help_pages
-from rl.settings.checks import only_with, without_samples
+from rl.settings.checks import check_compared, check_substeps, only_with, without_samples
 from rl.settings.cli import override, parse, read
 from rl.settings.correction_tables import CorrectionSettings
 from rl.settings.data_tables import AnswerDataSettings, DataFormat, DataSettings, PreferenceDataSettings
@@ -55,7 +55,9 @@ __all__ = [
     "Weight",
     "as_flags",
     "build",
+    "check_compared",
     "check_ranges",
+    "check_substeps",
     "difference",
     "flatten",
     "from_resolved",

@@ -29,3 +29,15 @@ def without_samples(settings: Any, why: str) -> None:
             "curriculum",
             f"curriculum success goes by how often training answers succeed, and {why}: set curriculum to steps, with curriculum_steps",
         )
+
+
+def check_substeps(settings: Any) -> None:
+    """ValueError where a batch cannot be cut into `num_substeps` parts of one size."""
+    if settings.loop.batch_size % settings.optim.num_substeps:
+        raise ValueError(f"batch_size {settings.loop.batch_size} is no multiple of num_substeps {settings.optim.num_substeps}")
+
+
+def check_compared(settings: Any, group_size: int) -> None:
+    """ValueError where a model is to compare the answers of a group, and a group has one."""
+    if settings.learned.comparison_model is not None and group_size == 1:
+        raise ValueError("comparison_model compares the answers of a group with each other: set group_size to 2 or more")
