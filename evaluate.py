@@ -116,78 +116,98 @@ def table_of(counts: dict[str, int], figures: dict[str, float]) -> Any:
 def main(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from rl.environments import ProblemGroupBuilder
-    from rl.episodes import rollout
     from rl.errors import UserError
-    from rl.jsonl import finite, write_atomically
-    from rl.judges import with_episode_rewards
-    from rl.rewards import Scorer
-    from rl.run import (
-        answer_rows,
-        check_scoring,
-        check_trusted,
-        environment_address,
-        environment_of,
-        episode_groups,
-        episode_reward,
-        figures,
-        held_out_rows,
-        make_renderer,
-        open_weights,
-        reward_of,
-        rewards_of,
-        sandbox_kind,
-        seated,
-        that_fit,
-    )
+    from rl.run import environment_of, open_weights, sandbox_kind
 
     weights = open_weights(args.weights, args.checkpoint)
     data, sampling, params = settings(args, weights.stage)
     asked = Asked(data, environment_settings(args, weights.stage))
     console = Console(highlight=False, soft_wrap=True)
+    say_what_is_trusted(args, data, asked, console)
+    environment = environment_of(asked)
+    problems, reward = what_to_ask(args, data, asked, environment)
+    kind = None if reward is None else sandbox_kind(reward, data)
+    shown = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
+    if environment is not None:
+        shown = f"environment {environment.name}" + (f" + {shown}" if reward is not None else "")
+    seed = weights.evaluation_seed if args.seed is None else args.seed
+    problems, result = played(args, weights, asked, sampling, params, environment, problems, reward, seed)
+    if not result.groups:
+        raise UserError(f"{'the reward' if environment is None else 'the'} {shown} failed on every answer: {result.errors[0]}")
+    what = {"weights": weights.name, "problems": problems.name, "reward": shown, "temperature": params.temperature}
+    report(args, what | ({"sandbox": kind} if kind is not None else {}), problems, result, seed, console)
+
+
+def say_what_is_trusted(args: argparse.Namespace, data: Any, asked: Asked, console: Any) -> None:
+    """What of the folder's config would be imported; UserError where it is from elsewhere and nobody trusts it."""
+    from rl.run import check_trusted, environment_address, rewards_of
+
     theirs = [("reward", rewards_of(data))] if args.reward is None else []
     theirs += [("environment", environment_address(asked))] if args.environment is None else []
     for what, named in theirs:
         for said in check_trusted(named, f"the config of {args.weights}", args.trust_run, what):
             console.print(said, markup=False)
-    environment = environment_of(asked)
+
+
+def what_to_ask(args: argparse.Namespace, data: Any, asked: Asked, environment: Any) -> tuple[Any, Any]:
+    """(held-out problems, what scores answers to them, or whole episodes beside an environment; None where nothing does)"""
+    from rl.errors import UserError
+    from rl.run import check_scoring, episode_reward, held_out_rows, reward_of
+
     problems = held_out_rows(environment, asked)
     if problems is None:
         raise UserError(f"{data.dataset} has too few rows to hold any out: name problems with --dataset")
     reward = reward_of(data)
     if environment is not None:
         check_scoring(environment, data)
-        reward = episode_reward(data)
-    elif reward is None:
+        return problems, episode_reward(data)
+    if reward is None:
         raise UserError(f"{args.weights} was trained without a reward: give --reward (such as gsm8k)")
-    kind = None if reward is None else sandbox_kind(reward, data)
-    shown = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
-    if environment is not None:
-        shown = f"environment {environment.name}" + (f" + {shown}" if reward is not None else "")
-    seed = weights.evaluation_seed if args.seed is None else args.seed
+    return problems, reward
+
+
+def played(
+    args: argparse.Namespace,
+    weights: Any,
+    asked: Asked,
+    sampling: Any,
+    params: Any,
+    environment: Any,
+    problems: Any,
+    reward: Any,
+    seed: int,
+) -> tuple[Any, Any]:
+    """(the problems that fit, the scored answers to them)"""
+    from rl.environments import ProblemGroupBuilder
+    from rl.episodes import rollout
+    from rl.judges import with_episode_rewards
+    from rl.rewards import Scorer
+    from rl.run import episode_groups, make_renderer, seated, that_fit
+
+    data = asked.data
     limits: dict[str, Any] = {"timeout": data.reward_timeout, "workers": data.reward_workers, "environment": data.reward_env}
     with weights.service() as service, ExitStack() as stack:
         sampler = weights.sampler(service)
         scorer = stack.enter_context(Scorer(reward, **limits)) if reward is not None else None
         renderer = make_renderer(sampler, data.renderer, data.template, sampling.stop)
-        builders: Any
-        players: dict[str, Any] = {}
         if environment is not None:
             players, renderers = seated(environment.make(), asked.env, weights, service)
             builders = episode_groups(environment, asked, list(problems), args.samples, renderer, renderers)
-        else:
-            problems = that_fit(problems, data, sampler.info, renderer, params.max_tokens)
-            assert scorer is not None
-            builders = [ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems]
-        result = rollout(builders, sampler, params, seed=seed, players=players)
-        result = with_episode_rewards(result, scorer) if environment is not None else result
-    if not result.groups:
-        what = "the reward" if environment is None else "the"
-        raise UserError(f"{what} {shown} failed on every answer: {result.errors[0]}")
+            found = rollout(builders, sampler, params, seed=seed, players=players)
+            return problems, with_episode_rewards(found, scorer)
+        problems = that_fit(problems, data, sampler.info, renderer, params.max_tokens)
+        assert scorer is not None
+        alone = [ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems]
+        return problems, rollout(alone, sampler, params, seed=seed, players={})
+
+
+def report(args: argparse.Namespace, what: dict[str, Any], problems: Any, result: Any, seed: int, console: Any) -> None:
+    """On the console, and in --output."""
+    from rl.jsonl import finite, write_atomically
+    from rl.run import answer_rows, figures
+
     rows, found = answer_rows(result.groups, list(problems)), figures(result.groups, args.samples)
     counts = {"problems": len(problems), "answers": len(rows), "answers whose reward failed": len(result.errors)}
-    what = {"weights": weights.name, "problems": problems.name, "reward": shown, "temperature": params.temperature}
-    what |= {"sandbox": kind} if kind is not None else {}
     console.print(", ".join(f"{name} {value}" for name, value in what.items()), table_of(counts, found), sep="\n", markup=False)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
