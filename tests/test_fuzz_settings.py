@@ -39,6 +39,7 @@ WORDS_FOR_NUMBERS = {
     "null": "the same in a recipe",
     "": "an empty value of a recipe is null",
     "~": "null in YAML",
+    "!!int 3": "a number with its kind before it, in YAML",
 }
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _TEXTS = ("grpo", "sft", "x", "", "a b", "../..", "~", "*a", "&a b", "!!int 3", "{", "]", "- x", "a: b", "#", "\t", "\x1b[2J", "日本", "🦊",
@@ -213,6 +214,11 @@ def test_found_by_many_more() -> None:
     asked = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
     assert check(asked) == REFUSED
     assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED  # a list of one
+
+
+def test_a_number_with_its_kind_is_yamls_own() -> None:
+    assert check(Asked(("PATH",), b"method: grpo\nplan_gpus: !!int 3\n", ("!!int 3",))) == ACCEPTED
+    assert check(Asked(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED  # on the line it is a text
 
 
 def test_inputs_are_a_function_of_the_seed() -> None:
