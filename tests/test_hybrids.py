@@ -71,7 +71,7 @@ def test_what_is_sampled_is_scored_alike(name):
 
 
 @pytest.mark.parametrize("limit", [(0.3, float("inf")), (0.0, 0.7), (0.4, 0.6)])
-@pytest.mark.parametrize("name", ["mamba2", "bamba", pytest.param("nemotron_h", marks=pytest.mark.slow), pytest.param("zamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mamba2", "bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "zamba2"))])
 def test_limits_of_time_steps_hold_for_single_steps_too(name, limit):
     """Limits that many steps meet, through the decoder's own copy of the model: in float64, against one plain forward."""
     model = in_float64(name)
