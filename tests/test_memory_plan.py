@@ -270,21 +270,24 @@ RUNS = {
     "whole logits": Arithmetic(fused=False),
     "sharded": Arithmetic(dtype=torch.bfloat16, keeps_gradients=False),
 }
+EACH = [("qwen3", None, "plain"), ("qwen3", 2, "autocast"), ("qwen3", 2, "checkpointing"), ("qwen3", None, "whole logits"),
+        ("qwen3", 2, "sharded"), ("gemma3_text", 2, "plain"), ("gpt2", None, "autocast"), ("deepseek_v3", None, "sharded"),
+        ("falcon_h1", None, "plain")]  # fmt: skip
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(2)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", DEEP)
-def test_a_deep_model_is_worked_out_from_short_ones(kind, lora, tmp_path):
+@pytest.mark.parametrize(("kind", "rank", "run"), EACH)
+def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     """To the byte what the whole depth holds, wherever the peak is: few tokens (at the backward's end) and many (at its beginning)."""
     AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)
-    skeleton, whole = Skeleton(str(tmp_path), None, lora), Skeleton(str(tmp_path), None, lora)
-    assert skeleton._rhythm[0] > skeleton._rhythm[2] + 3 * skeleton._rhythm[1]
-    whole._rhythm = (0, 1, 0)
-    for name, how in RUNS.items():
-        if how.checkpointing and kind == "falcon_h1":
-            continue
-        for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
-            assert skeleton.held(batch, how) == whole.held(batch, how), (name, batch)
+    skeleton = Skeleton(str(tmp_path), None, None if rank is None else LoraConfig(rank))
+    depth, period, before = skeleton._rhythm
+    assert depth > before + 3 * period
+    skeleton.held(MicroBatch(1, 4, 3), RUNS[run])  # torch runs a fake operation otherwise the first time: a tensor of 96 bytes less
+    for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
+        skeleton._rhythm = (depth, period, before)
+        worked_out = skeleton.held(batch, RUNS[run])
+        skeleton._rhythm = (0, 1, 0)
+        assert worked_out == skeleton.held(batch, RUNS[run]), batch
 
 
 def train(*words: object, env: dict | None = None) -> subprocess.CompletedProcess:

@@ -66,7 +66,7 @@ class Skeleton:
         Of a model of many layers two short ones are run, the second longer by the layers that repeat: see `Course.deeper`.
         """
         depth, period, before = self._rhythm
-        short = before + 2 * period + (depth - before) % period
+        short = before + max(period, 2) + (depth - before) % period
         if short + period < depth:
             with cut_to(self._loaded.model, short):
                 course, inside_op = self._run(batch, how)
