@@ -100,7 +100,7 @@ def _call_by_parts(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[
 
 def _schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> Mapping[str, Any]:
     """What the description of a tool says of one of its parameters."""
-    told = next((tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {})
+    told: Mapping[str, Any] = next((tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {})
     found = (told.get("parameters") or {}).get("properties", {}).get(parameter)
     return found if isinstance(found, Mapping) else {"type": "string"}
 
