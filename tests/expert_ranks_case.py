@@ -21,7 +21,7 @@ from rl.clients.worker import WorkerSettings  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
 
 COLUMNS = {"qwen3_moe": 8, "dbrx": 8, "deepseek_v3": 6}  # experts a token over all layers
-CASES = ("qwen3_moe", "deepseek_v3", "dbrx", "qwen3_moe lora")
+CASES = ("qwen3_moe", "deepseek_v3", "qwen3_moe lora", "dbrx")
 
 
 def data(columns: int) -> list:
@@ -46,6 +46,7 @@ def main(starts: Path, out: Path) -> None:
         client.forward_backward(data(COLUMNS[name]), "ppo", divisor=7.0).result()
         found[case] = service._driver.submit("gradient", client.model_id).result()
         client.release()
+        print(case, flush=True)  # where a launch that hangs was
     torch.save(found, out / "found.pt")
     service.close()
 
