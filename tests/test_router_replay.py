@@ -178,5 +178,6 @@ def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_p
     rows = two_and_two(f"{words} --router-replay", tmp_path)
     shares = [row["optim/rerouted"] for row in rows if "optim/rerouted" in row]
     assert len(shares) == 4 and shares[0] <= 0.02  # in float32
-    plain = train(f"{words} --steps 1", tmp_path / "plain")
+    plain = train(f"{words} --steps 1 --router-aux-loss-coef 0.01", tmp_path / "plain")
     assert "optim/rerouted" not in plain[-1]
+    assert 1.5 < next(row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row) <= 4.0  # even routing: 2 of 4

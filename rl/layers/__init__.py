@@ -1,5 +1,6 @@
 """What a model is built of: the kinds of its layers, how far they look, its experts; read from the model itself, and by all rooms alike."""
 
+from rl.layers.balance import balance_loss, router_scores, routers
 from rl.layers.describe import Experts, Layers, cut_, cut_to, describe, rhythm, shallow
 from rl.layers.reach import config_number, inner_model, shrunk, width
 from rl.layers.routing import Replay, given, noted
@@ -8,6 +9,7 @@ __all__ = [
     "Experts",
     "Layers",
     "Replay",
+    "balance_loss",
     "config_number",
     "cut_",
     "cut_to",
@@ -16,6 +18,8 @@ __all__ = [
     "inner_model",
     "noted",
     "rhythm",
+    "router_scores",
+    "routers",
     "shallow",
     "shrunk",
     "width",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl.layers import describe, inner_model
 from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
 from rl.learner.backend_shared import filled, hollow, summed_gradients
 from rl.models import Unread
@@ -34,6 +35,8 @@ class DeepSpeedBackend:
         self.model, self.trainable = model, trainable
         self.stage: int = config["zero_optimization"]["stage"]
         self.shell = hollow(model)  # before the weights are sharded, while modules can still be copied
+        if self.stage == 3:
+            _keep_together(model)
         if unread is not None:
             _shard_one_by_one(model, config, unread)
         self.adam = new_adamw(trainable)
@@ -203,6 +206,20 @@ class DeepSpeedBackend:
         self.wrapped.destroy()
         del self.wrapped, self.optimizer, self.adam, self.shell
         gc.collect()  # engine and optimizer refer to each other
+
+
+def _keep_together(model: nn.Module) -> None:
+    """Experts that are modules of their own (or under adapters) are gathered and let go as one.
+
+    Which of them run hangs on a rank's tokens, and ranks that gather different ones would wait for each other for ever.
+    """
+    from deepspeed.utils import set_z3_leaf_modules
+
+    found = describe(model).experts
+    held = [inner_model(model).get_submodule(name).experts for name in found.blocks] if found is not None else []
+    kinds = {type(experts) for experts in held if any(True for part in experts.children() for _ in part.parameters())}
+    if kinds:
+        set_z3_leaf_modules(model, list(kinds))
 
 
 def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) -> None:

@@ -22,6 +22,7 @@ from rl.images import reader_of
 from rl.layers import Replay, describe, given, width
 from rl.learner.backend import Backend, make_backend, place
 from rl.learner.backend_shared import first_layers, hollow
+from rl.learner.balancing import Balancing
 from rl.learner.base import lower_
 from rl.learner.dealing import Dealing, batches
 from rl.learner.logprobs import HeadRequest, LogprobHead
@@ -47,7 +48,8 @@ from rl.types import AdamParams, Datum
 class LearnerSettings:
     """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs; kept_bytes: see linear_logprob.
 
-    optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go to those.
+    optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go to those. router_aux_loss_coef:
+    see rl.learner.balancing.
     """
 
     token_budget: int = 16384
@@ -56,6 +58,7 @@ class LearnerSettings:
     gradient_checkpointing: bool = False
     optimizer: str = "adamw"
     router_replay: bool = False
+    router_aux_loss_coef: float = 0.0
     kept_bytes: int | None = None
 
 
@@ -91,6 +94,7 @@ class Learner:
         self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}  # a sharded one's own is no longer its
         self.flash = uses_flash_attention(self.model)
         self.layers = describe(self.model)
+        self.balancing = Balancing(self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name)
         self.reader = reader_of(inner_model(self.model))
         self.length_switch = length_switch(self.model)
         if loaded.stored is not None:
@@ -224,9 +228,13 @@ class Learner:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
             inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
-        logp, entropy_T, values_T = self.head(self.backend.wrapped, request, **inputs)
+        with self.balancing.watching() as balance:
+            logp, entropy_T, values_T = self.head(self.backend.wrapped, request, **inputs)
         fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
         value, metrics = loss.compute(logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused)
+        if balance is not None:
+            added, watched = balance(batch, loss)
+            value, metrics = value + added, {**metrics, "loss:sum": value.detach(), **watched}
         if values_T is not None:
             # ZeRO wants every parameter touched by every backward, and the model's own output to be part of it
             value = value + 0.0 * (values_T if loss.logprobs else values_T + logp.reshape(len(values_T), -1)[:, 0]).sum()

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -205,6 +206,7 @@ class LossSpec:
     values       reads the learner's values, so it needs a value head
     logprobs     False: it reads nothing of the vocabulary, so that is not computed
     group        so many consecutive datums belong together (2: pairs) and are never torn apart
+    unit         what it is a sum over: "token", "group" (of answers: single ones or pairs), or "own", which is not known
     """
 
     fn: LossFn
@@ -219,6 +221,7 @@ class LossSpec:
     values: bool = False
     logprobs: bool = True
     group: int = 1
+    unit: Literal["token", "group", "own"] = "token"
 
     def on(self, device: torch.device, *, fused: bool) -> LossFn:
         """The function to call there: one kernel on a GPU where there is one, the plain formula elsewhere."""
@@ -285,16 +288,16 @@ LOSSES: dict[str, LossSpec] = {
         value, ("target_tokens", "returns"), (*MASKS, "values_old", "advantages", "logprobs", "ref_logprobs"), ("value_clip",),
         masked=True, values=True, logprobs=False,
     ),
-    "dpo": LossSpec(pair_losses.dpo, *_PAIR, ("beta", "label_smoothing", "length_normalise"), group=2),
-    "ipo": LossSpec(pair_losses.ipo, *_PAIR, ("beta", "length_normalise"), group=2),
-    "orpo": LossSpec(preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2),
-    "simpo": LossSpec(preference_losses.simpo, ("target_tokens", "mask"), (), ("beta", "gamma"), group=2),
+    "dpo": LossSpec(pair_losses.dpo, *_PAIR, ("beta", "label_smoothing", "length_normalise"), group=2, unit="group"),
+    "ipo": LossSpec(pair_losses.ipo, *_PAIR, ("beta", "length_normalise"), group=2, unit="group"),
+    "orpo": LossSpec(preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2, unit="group"),
+    "simpo": LossSpec(preference_losses.simpo, ("target_tokens", "mask"), (), ("beta", "gamma"), group=2, unit="group"),
     "kto": LossSpec(
         preference_losses.kto, ("target_tokens", "mask", "ref_logprobs", "labels"), (),
-        ("beta", "kl", "desirable_weight", "undesirable_weight"),
+        ("beta", "kl", "desirable_weight", "undesirable_weight"), unit="group",
     ),
     "bradley_terry": LossSpec(
-        pair_losses.bradley_terry, ("target_tokens", "mask"), (), ("centre_coef",), group=2, values=True, logprobs=False
+        pair_losses.bradley_terry, ("target_tokens", "mask"), (), ("centre_coef",), group=2, values=True, logprobs=False, unit="group"
     ),
     "ilql": LossSpec(
         q_losses.ilql, ("target_tokens", "mask", "logprobs", "advantages", "returns"), (),
@@ -302,7 +305,7 @@ LOSSES: dict[str, LossSpec] = {
     ),
 }  # fmt: skip
 # what forward_backward_custom runs
-CUSTOM = LossSpec(custom, ("target_tokens",), ("weights", "value_weights"), soft_targets=True, as_sampled=True)
+CUSTOM = LossSpec(custom, ("target_tokens",), ("weights", "value_weights"), soft_targets=True, as_sampled=True, unit="own")
 VALUES = replace(CUSTOM, logprobs=False)  # the same of values alone
 
 

@@ -15,7 +15,7 @@ from rl.episodes import action_tokens, largest, supervised_datum
 from rl.judges import FrozenScorer, check_vocabulary, full_input
 from rl.methods.base import EvaluatesRows, Hosts, Models, Progress
 from rl.methods.rows import by_tag, cut_to
-from rl.methods.steps import adam_params, substeps
+from rl.methods.steps import adam_params, expert_metrics, substeps
 from rl.settings import (
     ModelSettings,
     OptimSettings,
@@ -145,7 +145,7 @@ class Dpo(EvaluatesRows):
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         found = pair_metrics(sums)
         metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": largest(norms)}
-        metrics |= {"optim/tokens": action_tokens(datums), **watched}
+        metrics |= {"optim/tokens": action_tokens(datums), **expert_metrics(sums), **watched}
         if sums["skipped"]:
             metrics["optim/skipped_nonfinite"] = sums["skipped"]
         return metrics

@@ -15,7 +15,7 @@ import numpy as np
 from rl.episodes import action_tokens, largest, supervised_datum
 from rl.methods.base import EvaluatesRows, Hosts, Models, Progress
 from rl.methods.rows import by_tag, cut_to
-from rl.methods.steps import adam_params, substeps, with_fields
+from rl.methods.steps import adam_params, expert_metrics, substeps, with_fields
 from rl.settings import (
     DataFormat,
     ModelSettings,
@@ -124,7 +124,7 @@ class Kto(EvaluatesRows):
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         found = label_metrics(sums)
         metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": largest(norms)}
-        metrics |= {"optim/tokens": action_tokens(datums), "optim/kl_ref_k1": float(np.mean(distances))}
+        metrics |= {"optim/tokens": action_tokens(datums), "optim/kl_ref_k1": float(np.mean(distances)), **expert_metrics(sums)}
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _distance(self, models: Models, beside: Sequence[Datum]) -> float:

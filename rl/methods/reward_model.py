@@ -17,7 +17,7 @@ from rl.episodes import action_tokens, calibration_error, largest, supervised_da
 from rl.errors import UnusedSetting
 from rl.judges import Comparison, ComparisonModel, comparison_messages, scores_of, swapped, verdict_examples
 from rl.methods.base import EvaluatesRows, Models, Progress
-from rl.methods.steps import adam_params, one_pass, substeps
+from rl.methods.steps import adam_params, expert_metrics, one_pass, substeps
 from rl.settings import (
     ModelSettings,
     OptimSettings,
@@ -123,7 +123,7 @@ class BradleyTerry(EvaluatesRows):
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         metrics = {"optim/lr": params.learning_rate, **_training_metrics(sums), "optim/grad_norm": largest(norms)}
-        metrics["optim/tokens"] = action_tokens(datums)
+        metrics |= {"optim/tokens": action_tokens(datums), **expert_metrics(sums)}
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _config(self) -> dict[str, float]:

@@ -166,12 +166,21 @@ def one_pass(
         sampled = list(drawn[:: optim.num_substeps]) or part
         if i == 0 and "logprobs" in sampled[0].loss_fn_inputs:
             metrics.update(sampler_against_learner(sampled, [o["logprobs"].array for o in output.loss_fn_outputs]))
-    if told := sums.pop("routed:sum", 0.0):
-        metrics["optim/rerouted"] = sums.pop("rerouted:sum") / told
+    metrics |= expert_metrics(sums)
     metrics["optim/grad_norm"] = largest(norms)
     metrics["optim/substeps"] = len(norms)
     metrics.update(loss_metrics(sums, datums, normalise))
     return metrics
+
+
+def expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """What a model with experts tells of its routing: the share of tokens that was rerouted, the mean load-balancing loss."""
+    found = {}
+    if told := sums.get("routed:sum", 0.0):
+        found["optim/rerouted"] = sums["rerouted:sum"] / told
+    if counted := sums.get("balanced:sum", 0.0):
+        found["optim/router_aux_loss"] = sums["router_aux_loss:sum"] / counted
+    return found
 
 
 def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:

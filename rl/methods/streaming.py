@@ -10,7 +10,7 @@ from rl.episodes import TrajectoryGroup, action_tokens, largest
 from rl.errors import UserError
 from rl.methods.base import Models, Progress
 from rl.methods.grpo import PolicyGradient
-from rl.methods.steps import adam_params, divisor, has_signal, loss_metrics, sampler_against_learner
+from rl.methods.steps import adam_params, divisor, expert_metrics, has_signal, loss_metrics, sampler_against_learner
 from rl.types import Datum
 
 
@@ -67,7 +67,7 @@ class StreamedStep:
                     sums[name] = sums.get(name, 0.0) + value
         metrics |= sampler_against_learner(self.datums, [one["logprobs"].array for o in outputs for one in o.loss_fn_outputs])
         metrics |= {"optim/grad_norm": largest([step["grad_norm"]]), "optim/substeps": 1, "optim/minibatches": len(outputs)}
-        return {**metrics, **loss_metrics(sums, self.datums, kind), **self._over_parts(), **method.shaper.metrics}
+        return {**metrics, **expert_metrics(sums), **loss_metrics(sums, self.datums, kind), **self._over_parts(), **method.shaper.metrics}
 
     def _over_parts(self) -> dict[str, float]:
         """What was measured before each part's gradient: means by tokens, the largest of what is a largest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rl.episodes import largest
+from rl.methods.steps import expert_metrics
 
 
 class Tally:
@@ -37,6 +38,7 @@ class Tally:
         found["optim/loss"] = sums["loss"] / self._tokens
         found["optim/clip_frac"] = (sums.get("clipped_low", 0.0) + sums.get("clipped_high", 0.0)) / active
         found |= {f"optim/{who}grad_norm": norm for who, norm in self._norms.items()}
+        found |= expert_metrics({f"{name}:sum": value for name, value in self._sums.items()})
         found["optim/substeps"] = self._updates
         if self._skipped:
             found["optim/skipped_nonfinite"] = self._skipped

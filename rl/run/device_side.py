@@ -19,12 +19,14 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
         learner = LearnerSettings(
             token_budget=optim.token_budget, layout=optim.layout, fused=model.fused_logprobs, kept_bytes=kept,
             gradient_checkpointing=model.gradient_checkpointing, optimizer=optim.optimizer, router_replay=model.router_replay,
+            router_aux_loss_coef=model.router_aux_loss_coef,
         )  # fmt: skip
         sampler = SamplerSettings(sampling.kv_cache_tokens, sampling.max_rows, sampling.sampler, model.router_replay)
         found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     if any(settings != found[0] for settings in found):
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, gradient_checkpointing, optimizer, router_replay, "
-            "kv_cache_tokens, max_rows and sampler hold for the whole run: set them at the recipe's top level or on the line"
+            "router_aux_loss_coef, kv_cache_tokens, max_rows and sampler hold for the whole run: "
+            "set them at the recipe's top level or on the line"
         )
     return found[0]

@@ -117,6 +117,8 @@ class ModelSettings:
     """Recompute activations in the backward: less memory, about a third more time."""
     router_replay: bool = False
     """Of models with experts: the learner sends each token to the experts that it went to when it was sampled (their routers learn all the same), so that rounding does not route it elsewhere; optim/rerouted is the share of tokens that would have gone elsewhere."""
+    router_aux_loss_coef: Annotated[float, WEIGHT] = 0.0
+    """Of models with experts: this times the load-balancing loss of the Switch Transformer (arXiv 2101.03961), as transformers computes it, over the trained tokens of each micro-batch, is added to the loss (0.001 in Mixtral's and Qwen3's configs); optim/router_aux_loss is that loss: as many as a token goes to where all experts get the same, at most their number."""
     fused_logprobs: bool = True
     """Token logprobs without holding the logits (kernels.linear_logprob); off: the plain computation."""
     kept_logits_gib: Annotated[float | None, Range(0, 1e6)] = None

@@ -1,0 +1,113 @@
+"""The load-balancing loss as a term of any loss: transformers' own value on the same tokens, in every layout, and its gradient."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from test_architectures import datums, gradient_error, make_learner, one_thread  # noqa: F401  (a fixture of its own)
+from test_lora_experts import STACKED, some
+
+from bench.tiny_models import tiny_model
+from rl.errors import UserError
+from rl.layers import balance_loss, describe, router_scores, routers
+from rl.losses import get_loss
+from rl.models import load
+from rl.types import Datum
+
+COEF = 0.3
+OWN = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jetmoe", "qwen3_next", "phimoe")  # whose modules have the function
+EVERYTHING = {"mixtral": ("padded", "packed", "shared"), "qwen3_moe": ("padded", "packed", "shared")}
+
+
+def model_of(name):
+    return load._prepared(tiny_model(name, **({"sliding_window": None} if name in EVERYTHING else {})))
+
+
+def with_mask(data):
+    """The same as pairs that a loss of pairs takes."""
+    found = []
+    for datum in data:
+        mask = (datum.loss_fn_inputs["weights"].array > 0).astype(np.float32)
+        found.append(Datum(datum.model_input, {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask}))
+    return found
+
+
+def theirs(model, data):
+    """transformers' value, differentiable: one padded batch, the trained tokens as its attention mask."""
+    module = importlib.import_module(type(model).__module__)
+    width = max(datum.model_input.length for datum in data)
+    ids, mask = torch.zeros(len(data), width, dtype=torch.long), torch.zeros(len(data), width)
+    for row, datum in enumerate(data):
+        n = datum.model_input.length
+        ids[row, :n] = torch.tensor(datum.model_input.to_ints())
+        inputs = datum.loss_fn_inputs
+        mask[row, :n] = torch.from_numpy(inputs["mask" if "mask" in inputs else "weights"].array != 0).float()
+    out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+    experts = describe(model).experts
+    logits = tuple(one.reshape(-1, one.shape[-1]) for one in out.router_logits)
+    return module.load_balancing_loss_func(logits, experts.count, experts.per_token, mask)
+
+
+def gradients(learner, data, loss):
+    learner.drop_gradients()
+    _, sums = learner.run(data, get_loss(loss), {}, temperature=1.0, divisor=1.0, backward=True)
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in learner.trainable.items()}, sums
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "simpo"])
+@pytest.mark.parametrize("name", some(OWN, ("mixtral",)))
+def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
+    model, data = model_of(name), datums(((9, (7, 5)), (4, (3, 12))))
+    data = data if loss == "cross_entropy" else with_mask(data)
+    units = 2.0 if loss == "simpo" else sum(float(d.loss_fn_inputs["weights"].array.sum()) for d in data)
+    model.zero_grad()
+    expected = theirs(model, data)
+    (COEF * units * expected).backward()
+    added = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    assert sum(float(g.abs().sum()) for g in added.values()) > 0
+    for layout in EVERYTHING.get(name, ("padded",)):
+        plain, sums = gradients(make_learner(model, layout=layout), data, loss)
+        learner = make_learner(model, layout=layout, router_aux_loss_coef=COEF)
+        both, with_it = gradients(learner, data, loss)
+        assert with_it["router_aux_loss:sum"] / with_it["balanced:sum"] == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert with_it["balanced:sum"] == pytest.approx(units) and "balanced:sum" not in sums
+        assert with_it["loss:sum"] == pytest.approx(sums["loss:sum"], rel=1e-6)  # what is reported is the loss alone
+        off = sum(float((both[n] - plain[n] - g).double().square().sum()) for n, g in added.items())
+        size = sum(float(both[n].double().square().sum()) for n in added)
+        assert off**0.5 < 1e-5 * size**0.5, layout
+
+
+def test_it_is_the_same_under_checkpointing_and_absent_where_nothing_is_learnt():
+    model, data = model_of("qwen3_moe"), datums(((9, (7, 5)),))
+    plain, _ = gradients(make_learner(model, router_aux_loss_coef=COEF), data, "cross_entropy")
+    again = make_learner(model, router_aux_loss_coef=COEF, gradient_checkpointing=True)
+    gradients(again, data, "cross_entropy")
+    assert gradient_error(again, plain) < 1e-6
+    _, sums = again.run(data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False)
+    assert "balanced:sum" not in sums
+
+
+def test_by_hand():
+    """Two experts, one choice: all tokens at one of them give 2, half and half 1; tokens that do not count change nothing."""
+    far = torch.tensor([[50.0, -50.0], [50.0, -50.0], [-50.0, 50.0]])
+    assert float(balance_loss([far], 1, torch.tensor([True, True, False]))) == pytest.approx(2.0)
+    assert float(balance_loss([far], 1, torch.tensor([True, False, True]))) == pytest.approx(1.0)
+    assert float(balance_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))) == pytest.approx(1.0)  # over all layers
+    assert float(balance_loss([far], 1, torch.tensor([False] * 3))) == 0.0
+
+
+@pytest.mark.parametrize("name", some([n for n in STACKED if n != "kimi_linear"], ("mixtral", "deepseek_v3")))
+def test_the_scores_of_every_familys_routers_are_found(name):
+    model = model_of(name)
+    experts = describe(model).experts
+    with router_scores(model) as scores:
+        model(input_ids=torch.arange(3, 15)[None], use_cache=False)
+    assert len(scores()) >= len(experts.blocks)
+    assert all(one.shape[0] == 12 and one.shape[1] >= experts.count for one in scores())
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(UserError, match="router_aux_loss_coef is for models with experts"):
+        make_learner(tiny_model("llama"), router_aux_loss_coef=COEF)
+    assert not routers(tiny_model("llama"))
