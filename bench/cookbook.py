@@ -22,7 +22,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
-from cookbook_world import STUDENT, TEACHER, lay_out  # noqa: E402
+from cookbook_world import NAMES, STUDENT, TEACHER, lay_out  # noqa: E402
 
 RESULTS = REPO / "bench" / "results" / "cookbook.csv"
 PACKAGE = "tinker_cookbook.recipes"
@@ -31,7 +31,7 @@ SMALL_RL = ["batch_size=4", "group_size=4", "max_steps=2"]
 TRAIN = [f"model_name={STUDENT}", "lora_rank=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]
 MATH = [*TRAIN, "group_size=4", "groups_per_batch=4", "max_tokens=8", "loss_fn=importance_sampling"]
 DISTILL = [*TRAIN, "group_size=2", "max_tokens=16"]
-GAME = [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "max_steps=1", "behavior_if_log_dir_exists=delete"]
+GAME = [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "max_steps=1", "eval_every=0", "behavior_if_log_dir_exists=delete"]
 
 # name: (module, settings)
 RECIPES: dict[str, tuple[str, list[str]]] = {
@@ -45,13 +45,16 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "sl_basic": ("sl_basic", [f"model_name={STUDENT}", "max_steps=1"]),
     "math_rl arithmetic": ("math_rl.train", [*MATH, "env=arithmetic"]),
     "math_rl gsm8k": ("math_rl.train", [*MATH, "env=gsm8k"]),
-    "math_rl ppo, substeps": ("math_rl.train", [*MATH[:-1], "env=arithmetic", "loss_fn=ppo", "num_substeps=2"]),
-    "math_rl asynchronous": ("math_rl.train", [*MATH, "env=arithmetic", "max_steps_off_policy=1", "max_steps=3"]),
-    "math_rl streaming": ("math_rl.train", [*MATH, "env=arithmetic", "stream_minibatch_config=tinker_cookbook.rl.train:"
+    "math_rl ppo, substeps": ("math_rl.train", [*MATH[:-1], "env=gsm8k", "loss_fn=ppo", "num_substeps=2"]),
+    "math_rl asynchronous": ("math_rl.train", [*MATH, "env=gsm8k", "max_steps_off_policy=1", "max_steps=3"]),
+    "math_rl streaming": ("math_rl.train", [*MATH, "env=gsm8k", "stream_minibatch_config=tinker_cookbook.rl.train:"
                           "StreamMinibatchConfig", "stream_minibatch_config.groups_per_batch=4",
                           "stream_minibatch_config.num_minibatches=2"]),
-    "math_rl temperature 0.7": ("math_rl.train", [*MATH, "env=arithmetic", "temperature=0.7", "eval_every=1"]),
-    "math_rl KL reference": ("math_rl.train", [*MATH, "env=arithmetic", "kl_penalty_coef=0.05", "compute_post_kl=True"]),
+    "math_rl arithmetic, resumed": ("math_rl.train", [*MATH, "env=arithmetic", "behavior_if_log_dir_exists=resume", "max_steps=4"]),
+    "math_rl temperature 0.7, evaluated": ("math_rl.train", [*MATH, "env=gsm8k", "temperature=0.7", "eval_every=1"]),
+    "rl_basic KL reference": ("rl_basic", [f"model_name={STUDENT}", "max_tokens=16", "max_steps=1", "loss_fn=importance_sampling",
+        "kl_penalty_coef=0.05", "kl_reference_config=tinker_cookbook.rl.train:KLReferenceConfig",
+        f"kl_reference_config.base_model={STUDENT}", "compute_post_kl=True"]),
     "chat_sl": ("chat_sl.train", [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "eval_every=1", "save_every=1"]),
     "chat_sl rolling": ("chat_sl.train", [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "rolling_save_every=1"]),
     "preference dpo": ("preference.dpo.train", [f"model_name={STUDENT}", "dataset=hhh", "batch_size=4", "max_length=256", "max_steps=2",
@@ -72,14 +75,15 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "rubric": ("rubric.train", [*TRAIN, "renderer_name=qwen3_disable_thinking", f"grader_llm_name={TEACHER}", "train_group_size=2",
         "grader_renderer_name=qwen3_instruct", "groups_per_batch=2", "max_tokens=8", "loss_fn=importance_sampling",
         "train_jsonl_path=rubric.jsonl", "test_jsonl_path=rubric.jsonl"]),
-    "sdft": ("sdft.train", [*TRAIN, "dataset=sciknoweval", "groups_per_batch=2", "max_tokens=16", "max_context_length=1024", "topk=5"]),
+    "sdft": ("sdft.train", [*TRAIN, "dataset=sciknoweval", "groups_per_batch=2", "max_tokens=16", "max_context_length=1024", "topk=5",
+             "eval_every=0"]),
     "prompt distillation": ("prompt_distillation.train", [*TRAIN, "file_path=conversations.jsonl", "batch_size=4", "max_length=256",
                                                           "renderer_name=qwen3"]),
 }  # fmt: skip
 
 
 def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
-    bases = [word for name in (STUDENT, TEACHER) for word in ("--base-model", f"{name}={work / 'model'},{work / 'tokenizer'}")]
+    bases = [word for name in NAMES for word in ("--base-model", f"{name}={work / 'model'},{work / 'tokenizer'}")]
     command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", tempfile.mkdtemp(prefix="served-", dir=work)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
     assert process.stdout is not None
@@ -105,12 +109,13 @@ class Client:
         return json.loads(self.process.stdout.readline())["code"]
 
 
-METRICS = ("env/all/reward/total", "reward/total", "env/all/correct", "optim/kl_sample_train_v1", "grad_norm", "train_mean_nll", "test/nll",
-           "dpo_loss", "accuracy", "teacher_kl", "kl_policy_base")  # fmt: skip
+METRICS = ("env/all/reward/total", "test/env/all/reward/total", "reward/total", "env/all/correct", "optim/kl_sample_train_v1",
+           "kl_pre_post", "grad_norm", "train_mean_nll", "test/nll", "dpo_loss", "accuracy", "teacher_kl", "kl_policy_base")  # fmt: skip
 
 
 def folder_of(name: str, work: Path) -> Path:
-    return work / "logs" / ("rlhf-bench" if "rlhf" in name else name.replace(" ", "-").replace(",", ""))
+    """Where a recipe writes; one that is resumed, where the first did."""
+    return work / "logs" / ("rlhf-bench" if "rlhf" in name else name.removesuffix(", resumed").replace(" ", "-").replace(",", ""))
 
 
 def seen_of(name: str, work: Path) -> tuple[int, str]:
@@ -159,7 +164,7 @@ def main() -> None:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         if not (work / "openai").exists():
-            lay_out(work, args.data.resolve(), problems=8)
+            lay_out(work, args.data.resolve(), problems=12)
         server, url = start_server(work, work / "server.log")
         client = Client(args.python, url, work)
         try:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
+NAMES = (STUDENT, TEACHER, "Qwen/Qwen3.5-9B")  # the last answers in twenty questions, whatever the settings say
 WORDS = 2000  # of Qwen3's vocabulary: the bytes and the first merges
 ANSWERS = ("1", "2", "3", "4")
 _CERTAIN = 13.0  # logit of what the model says next; that of all else is 0
@@ -45,7 +46,7 @@ def answering_model(folder: Path, tokenizer: Path) -> None:
     with torch.no_grad():
         embed = model.get_input_embeddings().weight
         head = torch.zeros_like(embed)
-        model.config.tie_word_embeddings = False
+        model.config.tie_word_embeddings, model.config.max_position_embeddings = False, 8192
         model.get_output_embeddings().weight = torch.nn.Parameter(head)
         width = embed.shape[1]
         embed.zero_()
@@ -83,7 +84,7 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
     model gives now and then), which are all that a recipe with a batch of 128 groups gets."""
     small_tokenizer(work / "tokenizer", data / "tokenizers" / "qwen3")
     answering_model(work / "model", work / "tokenizer")
-    for name in (STUDENT, TEACHER):
+    for name in NAMES:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).symlink_to(work / "tokenizer")
     answered = {"train": [row for row in rows_of(data / "gsm8k" / "train.jsonl") if row["answer"].split("#### ")[-1] in ANSWERS]}
