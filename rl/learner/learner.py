@@ -30,15 +30,7 @@ from rl.learner.packing import PackedBatch
 from rl.learner.probe import agreed_faults, runnable
 from rl.learner.sampled import Sampled
 from rl.losses import LossSpec
-from rl.models import (
-    LoadedModel,
-    attention_mask_for,
-    inner_model,
-    is_lora,
-    is_value_head,
-    shape_of,
-    uses_flash_attention,
-)
+from rl.models import LoadedModel, attention_mask_for, inner_model, is_lora, is_value_head, shape_of, uses_flash_attention
 from rl.ranks import distributed
 from rl.sampler import length_switch
 from rl.types import AdamParams, Datum
