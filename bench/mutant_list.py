@@ -267,7 +267,7 @@ MUTANTS = [
       "renderer_specials"),
     M("rl/renderers/chat_template.py", "return [self._end_id, *sorted(self.ends - {self._end_id})]", "return [self._end_id]",
       "outside: the other EOS stop nothing", "renderers renderer_answers"),
-    M("rl/renderers/chat_template.py", "return begin, end + len(self._end_of_turn)", "return begin, end",
+    M("rl/renderers/chat_template.py", "return begin, end + len(mark)", "return begin, end",
       "outside: the end mark has no weight", "renderers"),
     M("rl/renderers/parsing.py", "if not after.startswith(CALL_END):", "if after and not after.startswith(CALL_END):",
       "outside: a call cut off before its closing mark counts", "renderer_answers"),
