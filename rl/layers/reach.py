@@ -19,8 +19,8 @@ SHRUNK = 4
 
 
 def inner_model(model: Any) -> Any:
-    """The transformers model inside a PEFT model, or the model itself."""
-    return model.get_base_model() if type(model).__module__.startswith("peft.") else model
+    """The transformers model inside a PEFT model (FSDP2 makes a class of its own of that), or the model itself."""
+    return model.get_base_model() if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__) else model
 
 
 def text_config(model: Any) -> Any:
