@@ -64,8 +64,9 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(shared_data, name, to
 
 
 CHANNELS = (
-    "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 IN_CHANNELS = [
     "<|channel|>final<|message|>Yes, and <so> on.",

@@ -275,7 +275,7 @@ EACH = [("qwen3", None, "plain"), ("qwen3", 2, "autocast"), ("qwen3", 2, "checkp
         ("falcon_h1", None, "plain")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "rank", "run"), EACH)
+@pytest.mark.parametrize(("kind", "rank", "run"), [pytest.param(*one, marks=() if one[0] == "gpt2" else pytest.mark.slow) for one in EACH])
 def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     """To the byte what the whole depth holds, wherever the peak is: few tokens (at the backward's end) and many (at its beginning)."""
     AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)

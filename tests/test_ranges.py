@@ -37,7 +37,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("lora_rank", "warmup_steps", "weight_decay", "grad_clip_norm", "eval_every", "save_every", "rollouts_every",
              "dynamic_sampling", "max_steps_off_policy",
              "overlong_share", "overlong_penalty", "cut_off_penalty", "kl_coef", "other_reward_weight", "entropy_coef", "value_coef",
-             "label_smoothing", "centre_coef", "cql_coef", "reward_threshold"), _OFF),
+             "label_smoothing", "centre_coef", "cql_coef", "reward_threshold", "router_aux_loss_coef"), _OFF),
         "seed": "a seed like any other",
         "steps": "a stage that only evaluates and saves",
         "beta1": "no momentum: RMSProp", "beta2": "the newest gradient alone: sign descent",
@@ -66,7 +66,8 @@ ALLOWED: dict[str, dict[str, str]] = {
              "kl_discount", "gamma", "gae_lambda", "alpha", "rewards", "beta", "label_smoothing", "weight_decay", "beta1", "beta2",
              "top_fraction", "correction_low", "desirable_weight", "undesirable_weight",
              "learning_rate", "critic_learning_rate", "lora_alpha", "reward_scale", "reward_clip", "clip", "clip_low", "value_clip",
-             "kept_logits_gib", "min_reward", "target_kl", "truncated_is", "expectile", "grad_clip_norm"), "as good as nothing of it"),
+             "kept_logits_gib", "min_reward", "target_kl", "truncated_is", "expectile", "grad_clip_norm",
+             "router_aux_loss_coef"), "as good as nothing of it"),
     },
 }  # fmt: skip
 
