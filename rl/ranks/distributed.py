@@ -236,6 +236,9 @@ def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: 
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no average
             module.set_gradient_divide_factor(1.0)
+    root: Any = model
+    # Now, and not at the first forward: in that one adapters may be off, and FSDP would then sum their bf16 gradients in bf16, for ever.
+    root._get_fsdp_state()._lazy_init()
 
 
 def shutdown() -> None:
