@@ -2,7 +2,9 @@
 
     accelerate launch --config_file ... tests/sharded_loading_case.py MODEL OUT KIND
 
-KIND: lora or full. OUT/rank-N.json: bytes that the process had at most while the model was made, above what it had before; on
+KIND: lora or full; made: lora, and nothing but the model is made.
+
+OUT/rank-N.json: bytes that the process had at most while the model was made, above what it had before; on
 rank 0 the step's gradient norm, and logprobs after it and after a resume.
 """
 
@@ -48,9 +50,12 @@ def main() -> None:
     driver.Worker = Measured
     base, out, kind = sys.argv[1:4]
     service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=120))
-    client = service.create_lora_training_client(base, rank=3, seed=5) if kind == "lora" else service.create_full_training_client(base)
+    client = service.create_lora_training_client(base, rank=3, seed=5) if kind != "full" else service.create_full_training_client(base)
     wrapped = client.info["wrapped"]  # waits until the model is made
     measured = json.loads((Path(out) / "rank-0.json").read_text())  # of this model: the resumed one below is measured as well
+    if kind == "made":
+        (Path(out) / "found.json").write_text(json.dumps(measured))
+        return
 
     def logprobs(of) -> list[list[float]]:
         found = of.forward(random_datums(4, seed=9, vocabulary=60), "importance_sampling", {}).result()
