@@ -103,7 +103,8 @@ def test_the_scores_of_every_familys_routers_are_found(name):
     experts = describe(model).experts
     with router_scores(model) as scores:
         model(input_ids=torch.arange(3, 15)[None], use_cache=False)
-    assert len(scores()) >= len(experts.blocks)
+    scored = 1 if name == "deepseek_v4" else len(experts.blocks)  # its other layers choose by a token's id and score nothing
+    assert len(scores()) >= scored
     assert all(one.shape[0] == 12 and one.shape[1] >= experts.count for one in scores())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rl.errors import UserError
 from rl.layers import describe
@@ -87,8 +88,23 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
     read_as_numbers = set(_read_as_numbers(model))
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers:
+        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers and _gives_one_tensor(module):
             yield name, module
+
+
+def _gives_one_tensor(module: nn.Module) -> bool:
+    """Whether a layer with a forward of its own may give what a linear layer does, to which an adapter's is added.
+
+    Llama 4's router gives a pair. Layers that take more than rows of numbers (DeepSeek V4's, of groups) are left to PEFT.
+    """
+    if not type(module).__module__.startswith("transformers.models.") or type(module).forward is nn.Linear.forward:
+        return True
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            return isinstance(module(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)), Tensor)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return True
 
 
 def _read_as_numbers(model: Any) -> Iterator[str]:

@@ -132,7 +132,7 @@ class ChatTemplateRenderer(Renderer):
             return None
         thoughts = self.shield.cover(str(said.get("reasoning_content") or ""), may_write_markup=True)
         between = text[len(prompt) : at]
-        if THOUGHT_END in self._decode(answer) and THOUGHT_END not in between:
+        if self._thinks and THOUGHT_END in self._decode(answer) and THOUGHT_END not in between:
             return None  # a thought that was empty is left out as well
         if (thoughts not in between) if thoughts else bool(between.strip()) and "reasoning_content" not in said:
             return None

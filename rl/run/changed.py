@@ -92,7 +92,10 @@ def _usual(stage: StagePlan) -> dict[str, Any]:
 def _ended(stage: StagePlan, before: Mapping[str, Any], after: Mapping[str, Any]) -> StagePlan:
     """A stage that is over, as it was trained; what holds for the whole run is as it is now."""
     known = {key: value for key, value in before.items() if key in after}
-    settings = unflatten(type(stage.settings), {**known, **{key: after[key] for key in FREE if key in after}}, [], stage.name)
+    problems: list[str] = []
+    settings = unflatten(type(stage.settings), {**known, **{key: after[key] for key in FREE if key in after}}, problems, stage.name)
+    if problems:
+        raise RunFolderError(f"the config.json of this run says of a stage that has ended: {'; '.join(problems)}: mend it, or give another --output-dir")
     return replace(stage, settings=settings)
 
 
