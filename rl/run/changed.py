@@ -95,7 +95,8 @@ def _ended(stage: StagePlan, before: Mapping[str, Any], after: Mapping[str, Any]
     problems: list[str] = []
     settings = unflatten(type(stage.settings), {**known, **{key: after[key] for key in FREE if key in after}}, problems, stage.name)
     if problems:
-        raise RunFolderError(f"the config.json of this run says of a stage that has ended: {'; '.join(problems)}: mend it, or give another --output-dir")
+        what = f"the config.json of this run says of a stage that has ended: {'; '.join(problems)}"
+        raise RunFolderError(f"{what}: mend it, or give another --output-dir")
     return replace(stage, settings=settings)
 
 
