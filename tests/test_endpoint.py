@@ -250,6 +250,7 @@ def test_what_asks_for_nothing_is_taken(tiny):
     assert chat(tiny, max_tokens=2, **neutral)["choices"]
 
 
+@pytest.mark.slow
 def test_no_body_makes_the_server_stumble(tiny):
     """Every field of every route with every kind of value: an answer or a refusal that says why, never a traceback."""
     values = [None, True, -1, 0, 1e308, 2**70, math.pi, "", "x", "\ud800", [], [[]], {}, {"a": 1}, [1, "a"], [{"role": "user"}]]

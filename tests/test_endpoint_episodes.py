@@ -116,6 +116,7 @@ WRONG = {  # what a program does: (its text, what is said of its episode)
 }
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
     """All of them in one batch, with two that are fine, one of which prints 100 MB first."""
     loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
