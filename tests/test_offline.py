@@ -327,7 +327,7 @@ LOSSES = {
     "importance_sampling": 50,
     "dro": 50,
     "dro --baseline learned": 50,
-    "ilql --schedule linear": 200,  # a token's worth has to reach the value of the token before it first
+    "ilql --schedule linear": 300,  # a token's worth has to reach the value of the token before it first
 }
 
 
