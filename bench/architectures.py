@@ -1,6 +1,7 @@
 """Every causal LM of transformers, tiny: does the learner score and train it as it is alone, in each layout, or refuse it by name?
 
-    python bench/architectures.py                        # all of them into bench/results/architectures.csv and docs/architectures.md: half an hour
+    python bench/architectures.py                        # all of them, half an hour on two cores, into results/architectures.csv
+                                                         # and docs/architectures.md
     python bench/architectures.py --only llama gpt_neo   # some; their rows replace those that are there
 
 A row is written after each architecture, which runs in a process of its own with a time limit. Columns:

@@ -16,20 +16,23 @@ Row = Mapping[str, str]
 
 HEAD = """# Architectures
 
-Every causal language model of transformers that `bench/architectures.py` can build small, from its own configuration class: does the
-learner score and train it as the plain model does one sequence at a time, unpadded, in float32 (logprobs within 1e-4 nats, the gradient within
-1e-3), and do samples score as they were drawn (within 1e-3 nats)? What is not exact is refused by name before work begins. This page is
-written by `python bench/architectures.py` from `bench/results/architectures.csv`.
+Every causal language model of transformers that `bench/architectures.py` can build small, from its own configuration class: does the learner
+score and train it as the plain model does one sequence at a time, unpadded, in float32 (logprobs within 1e-4 nats, the gradient
+within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What is not exact is refused by name before work begins.
+`python bench/architectures.py` writes this page from `bench/results/architectures.csv`.
 
 {counts}
 
-* **learner**: the layouts in which it is trained exactly. *padded*: a row a sequence; *packed*: several in one row; *shared*: one prompt read
-  once for all its answers. `--layout auto` takes one of them. *+ recompute*: also with `--gradient-checkpointing`.
-* **sampler**: how its rows decode. *fast*: a forward of our own; *padded*: rows of any lengths side by side; *slots*: those, and a state for
-  each row; *equal*: rows of one length; *recompute*: without a cache.
-* **LoRA leaves out**: the share of the weights that `--lora-rank` leaves without an adapter unless `--train-experts` asks for them, and a few
-  tensors that are no linear layers.
+* **learner**: the layouts in which it is trained exactly. *padded*: a row a sequence; *packed*: several in one row; *shared*: one prompt
+  read once for all its answers. `--layout auto` takes one of them. *+ recompute*: also with `--gradient-checkpointing`.
+* **sampler**: how its rows decode. *fast*: a forward of our own; *padded*: rows of any lengths side by side; *slots*: those, and a state
+  for each row; *equal*: rows of one length; *recompute*: without a cache.
+* **LoRA leaves out**: the share of the weights that `--lora-rank` leaves without an adapter: experts, unless `--train-experts` asks for
+  them, and a few tensors that are no linear layers.
 """
+
+OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in its row (no
+position says where it begins, or a state runs on)."""
 
 
 def read(path: Path = TABLE) -> list[dict[str, str]]:
@@ -46,14 +49,14 @@ def page(rows: Sequence[Row]) -> str:
         f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout at least; "
         f"samples of {len(sampled)} are exact."
     )
-    lines = [HEAD.format(counts=counts), "| architecture | class | layers | learner | sampler | LoRA leaves out |", "|---|---|---|---|---|---|"]
+    columns = ("architecture", "class", "layers", "learner", "sampler", "LoRA leaves out")
+    lines = [HEAD.format(counts=counts), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(map(_cell, _columns(row)))} |" for row in trained]
     lines += ["", "## Refused, and why", ""]
     for row in built:
-        which = {"training": _first_refusal(row) if row not in trained else "", "sampling": row["sampler"] if row not in sampled else ""}
+        which = {"training": "" if row in trained else _first_refusal(row), "sampling": "" if row in sampled else row["sampler"]}
         lines += [f"* `{row['architecture']}`, {what}: {_reason(said)}" for what, said in which.items() if said]
-    lines += ["", "A layout that the first table does not name is refused where it is asked for: a sequence is not told apart from the others in",
-              "its row (no position says where it begins, or a state runs on).", "", "## Not built", ""]  # fmt: skip
+    lines += ["", OTHERWISE, "", "## Not built", ""]
     lines += [f"* `{row['architecture']}`: {_reason(row['class'])}" for row in rows if not row["parameters"]]
     return "\n".join(lines) + "\n"
 
