@@ -1,0 +1,83 @@
+"""Gradients of a model that sees under a launch; test_image_ranks.py compares them. Not a test by itself.
+
+    accelerate launch --config_file ... tests/image_ranks_case.py START OUT
+
+START: a tiny model that sees. Rows have no image, one, or three, of several sizes; a micro-batch holds few of them, so that ranks run
+different ones, and where one row alone sees, the other rank's share has no image at all.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from distributed_cases import CaseWorker  # noqa: E402
+from seeing import chunk, spelt  # noqa: E402
+
+from rl import ServiceClient  # noqa: E402
+from rl.clients import driver  # noqa: E402
+from rl.clients.worker import WorkerSettings  # noqa: E402
+from rl.images import reader_of  # noqa: E402
+from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.types import Datum, SamplingParams  # noqa: E402
+
+# (images of each row, loss, what is trained)
+CASES = {
+    "mixed, cross_entropy, all weights": ((0, 1, 3, 1, 0, 2, 1), "cross_entropy", {}),
+    "mixed, ppo, all weights": ((0, 1, 3, 1, 0, 2, 1), "ppo", {}),
+    "one sees, ppo, all weights": ((0, 0, 1, 0), "ppo", {}),
+    "one sees, ppo, lora": ((0, 0, 1, 0), "ppo", {"rank": 2}),
+    "mixed, ppo, lora on the tower too": ((0, 1, 3, 1), "ppo", {"rank": 2, "train_vision": True}),
+    "nobody sees, ppo, all weights": ((0, 0, 0), "ppo", {}),
+}
+SIZES = ((32, 32), (16, 24), (40, 16))
+
+
+def row(tokenizer, images: int, seed: int):
+    parts = ["<|user|>"]
+    for i in range(images):
+        parts += ["<|vision_start|>", chunk(10 * seed + i, *SIZES[(seed + i) % 3]), "<|vision_end|>"]
+    text = "how many?" + "so " * (seed % 4)
+    return reader_of(tokenizer).settled(spelt(tokenizer, *parts, f"{text}<|end|><|assistant|>{seed}"))
+
+
+def data(tokenizer, counts, loss: str) -> list[Datum]:
+    rng, found = np.random.default_rng(7), []
+    for seed, images in enumerate(counts):
+        whole = row(tokenizer, images, seed)
+        n = whole.length - 1
+        fields = {"target_tokens": np.array(whole.flat()[1:])}
+        mask = (np.arange(n) >= n - 4).astype(np.float32)
+        if loss == "ppo":
+            fields |= {"logprobs": mask * (-4 + 0.2 * rng.standard_normal(n)), "advantages": mask * rng.standard_normal(n), "mask": mask}
+        else:
+            fields |= {"weights": mask * rng.uniform(0.5, 1.0, n)}
+        found.append(Datum(whole.cut(n), fields))
+    return found
+
+
+def main(start: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    driver.Worker = CaseWorker
+    settings = WorkerSettings(timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=120))
+    service, found = ServiceClient(output_dir=out, settings=settings), {}
+    for case, (counts, loss, lora) in CASES.items():
+        made = service.create_lora_training_client(str(start), seed=5, **lora) if lora else service.create_full_training_client(str(start))
+        tokenizer = made.get_tokenizer()
+        made.forward_backward(data(tokenizer, counts, loss), loss, divisor=7.0).result()
+        found[case] = service._driver.submit("gradient", made.model_id).result()
+        if case.startswith("mixed, ppo, all"):
+            sampler = made.save_weights_and_get_sampling_client()
+            prompts = [row(tokenizer, images, seed) for seed, images in enumerate((0, 1, 3))]
+            params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+            drawn = [sampler.sample(prompt, 2, params).result() for prompt in prompts]
+            found["drawn"] = [(s.tokens, s.logprobs) for response in drawn for s in response.sequences]
+        made.release()
+        print(case, flush=True)  # where a launch that hangs was
+    torch.save(found, out / "found.pt")
+    service.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
