@@ -4,6 +4,10 @@ Three shapes on a Qwen3-architecture model with random weights, no EOS, so that 
   batch    64 prompts of 16 tokens, 64 new tokens
   group    one prompt of 512 tokens, 16 samples, 16 new tokens
   recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (the default recipe's model)
+and, as batch and group, on hybrids (linear attention and experts: qwen3_next; state space beside attention: falcon_h1) and a mixture of
+experts (qwen3_moe), which decode by transformers' own forward:
+  NAME batch   32 prompts of 16 tokens, 32 new tokens
+  NAME group   one prompt of 256 tokens, 16 samples, 16 new tokens
 Each repeat runs every peer once, in turn; the medians are compared. `generate` returns the logits of each step, and the
 logprobs are gathered from them at the end (the cheapest way it has).
 """
@@ -19,12 +23,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # The repository in place of this folder, whose kernels.py would be taken for the package of that name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from bench.tiny_models import tiny_model  # noqa: E402
 from rl.sampler import Engine, Request, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
@@ -43,16 +49,29 @@ class Shape:
     prompt_tokens: int
     samples: int
     new_tokens: int
+    kind: str = "qwen3"  # transformers' model_type; others than this have no decoder written by hand
 
 
+OTHERS = ("qwen3_next", "falcon_h1", "qwen3_moe")
+MODEL_OTHER = dict(vocab_size=512, hidden_size=128, intermediate_size=384, head_dim=32, max_position_embeddings=1024,
+                   moe_intermediate_size=64, sliding_window=None, mamba_d_ssm=256, mamba_d_head=32)  # fmt: skip
 SHAPES = (
     Shape("batch", MODEL_085M, 64, 16, 1, 64),
     Shape("group", MODEL_085M, 1, 512, 16, 16),
     Shape("recipe", MODEL_RECIPE, 64, 6, 8, 4),
+    *(Shape(f"{kind} batch", MODEL_OTHER, 32, 16, 1, 32, kind) for kind in OTHERS),
+    *(Shape(f"{kind} group", MODEL_OTHER, 1, 256, 16, 16, kind) for kind in OTHERS),
 )
 
 
-def with_generate(model: Qwen3ForCausalLM, ids: torch.Tensor, shape: Shape) -> int:
+def model_of(shape: Shape) -> Any:
+    if shape.kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
+    known = CONFIG_MAPPING[shape.kind]().to_dict()
+    return tiny_model(shape.kind, **{key: value for key, value in shape.model.items() if key in known}).eval()
+
+
+def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
     """Sample with `generate`; the number of tokens back."""
     with torch.inference_mode():
         out = model.generate(
@@ -79,14 +98,16 @@ def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
 def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
     """Median seconds of every peer, interleaved."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval().to(device)
+    model = model_of(shape).to(device)
     ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).to(device)
-    fast, generic = make_decoder(model, kind="fast"), make_decoder(model, kind="hf")
+    generic = make_decoder(model, kind="hf")
+    fast = make_decoder(model, kind="fast") if shape.kind == "qwen3" else None
     peers: dict[str, Callable[[], int]] = {
         "generate": lambda: with_generate(model, ids, shape),
         "engine, hf decoder": lambda: with_engine(generic, ids.tolist(), shape),
-        "engine, fast decoder": lambda: with_engine(fast, ids.tolist(), shape),
     }
+    if fast is not None:
+        peers["engine, fast decoder"] = lambda: with_engine(fast, ids.tolist(), shape)
     expected = shape.prompts * shape.samples * shape.new_tokens
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for repeat in range(repeats + 1):

@@ -1,0 +1,57 @@
+"""Each family's chat template in 200 random conversations: how many prompts, answers and next turns were compared, none of them different.
+
+    python bench/templates.py             # into results/templates.csv; templates beyond those of the data folder come with the package trl
+
+The comparison is that of tests/test_templates.py. Columns: `prompts` equal to apply_chat_template token for token; `forged`: where a
+special token stood in somebody's text, `answers` read back as they were rendered (thoughts and calls where `read back` says so), `bridged`
+next turns that extend what was read and written token for token, `anew` those that were refused and are written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+sys.path.remove(str(HERE))  # whose kernels.py would be taken for the package of that name
+
+import pytest  # noqa: E402
+from test_templates import COUNT, FOLDER, PACKAGE, abilities, check, of_folder, of_package  # noqa: E402
+
+COLUMNS = ("family", "template", "read_back", "conversations", "prompts", "forged", "answers", "bridged", "anew", "outcome")
+
+
+def row(name: str, tokenizers: Path) -> dict[str, object]:
+    found: dict[str, object] = {"family": name, "template": "tokenizer" if name in FOLDER else "trl", "conversations": COUNT}
+    try:
+        renderer = of_folder(name, tokenizers) if name in FOLDER else of_package(name, tokenizers)
+        found["read_back"] = " ".join(sorted(abilities(renderer, name) & {"calls", "thoughts", "tools"}))
+        return found | check(renderer, name) | {"outcome": "equal"}
+    except pytest.skip.Exception as skipped:
+        return found | {"conversations": 0, "outcome": f"not run: {skipped}"}
+    except AssertionError as error:
+        return found | {"outcome": f"DIFFERENT: {str(error).splitlines()[0][:120]}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", "data")), help="folder with tokenizers/")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "templates.csv")
+    asked = parser.parse_args()
+    rows = []
+    for name in (*FOLDER, *PACKAGE):
+        rows.append(row(name, asked.data / "tokenizers"))
+        print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="  ", flush=True)
+        with asked.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    sys.exit(any(str(one["outcome"]).startswith("DIFFERENT") for one in rows))
+
+
+if __name__ == "__main__":
+    main()
