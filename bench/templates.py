@@ -25,10 +25,10 @@ from test_templates import COUNT, FOLDER, PACKAGE, abilities, check, of_folder, 
 COLUMNS = ("family", "template", "read_back", "conversations", "prompts", "forged", "answers", "bridged", "anew", "outcome")
 
 
-def row(name: str, tokenizers: Path) -> dict[str, object]:
-    found: dict[str, object] = {"family": name, "template": "tokenizer" if name in FOLDER else "trl", "conversations": COUNT}
+def row(name: str, source: str, tokenizers: Path) -> dict[str, object]:
+    found: dict[str, object] = {"family": name, "template": source, "conversations": COUNT}
     try:
-        renderer = of_folder(name, tokenizers) if name in FOLDER else of_package(name, tokenizers)
+        renderer = of_folder(name, tokenizers) if source == "tokenizer" else of_package(name, tokenizers)
         found["read_back"] = " ".join(sorted(abilities(renderer, name) & {"calls", "thoughts", "tools"}))
         return found | check(renderer, name) | {"outcome": "equal"}
     except pytest.skip.Exception as skipped:
@@ -43,8 +43,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "templates.csv")
     asked = parser.parse_args()
     rows = []
-    for name in (*FOLDER, *PACKAGE):
-        rows.append(row(name, asked.data / "tokenizers"))
+    for name, source in [*((name, "tokenizer") for name in FOLDER), *((name, "trl") for name in PACKAGE)]:
+        rows.append(row(name, source, asked.data / "tokenizers"))
         print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="  ", flush=True)
         with asked.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")

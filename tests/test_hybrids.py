@@ -144,7 +144,7 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
     """kill -9 in the third step of four; resumed from the second."""
     from rl import get_tokenizer

@@ -1,6 +1,11 @@
 """Two ranks of which one may have no image: no rank waits for the other's tower, and the gradient is one process's."""
 
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +15,9 @@ from test_distributed import REPO, run, sharded
 
 from rl.models import load_model
 
+WORDS = ("--base-model tiny:vision --dataset shapes:rows=24 --batch-size 4 --seed 0 --eval-every 0 --steps 4 --save-every 2 --keep-last 9 "
+         "--no-self-test --quiet --learning-rate 1e-2")  # fmt: skip
+METHOD = {"sft": "sft", "grpo": "grpo --group-size 2 --max-tokens 3 --temperature 1.0 --rollouts-every 0"}
 pytestmark = pytest.mark.slow
 
 
@@ -60,3 +68,56 @@ def test_the_tower_learns_where_somebody_sees_and_nowhere_else(alone):
     assert min(of_tower("mixed, ppo, all weights"), of_tower("one sees, ppo, all weights")) > 1e-6
     assert of_tower("mixed, ppo, lora on the tower too") > 0 and of_tower("one sees, ppo, lora") == 0
     assert of_tower("nobody sees, ppo, all weights") == 0
+
+
+def rows(folder) -> list[dict]:
+    """Metrics without what depends on the clock."""
+    text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+    found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in found]
+
+
+def start_run(folder, method, config, *more):
+    launch = []
+    if config is not None:
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+        launch += ["--num_processes", "2", "--main_process_port", "0"]
+    asked = [*METHOD[method].split(), *WORDS.split(), "--output-dir", str(folder), *more]
+    words = [sys.executable, *launch, str(REPO / "train.py"), *asked]
+    with (folder.parent / f"{folder.name}.log").open("a") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(words, stdout=log, stderr=log, cwd=folder.parent, env=environment, start_new_session=True)
+
+
+def ended(process, folder) -> None:
+    assert process.wait(280) == 0, (folder.parent / f"{folder.name}.log").read_text()[-3000:]
+
+
+def weights(folder, method) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(str(folder / "checkpoints" / f"{method}-final" / "model" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("method", "config"), [("grpo", "ddp"), ("sft", "fsdp2"), ("grpo", "zero3"), ("sft", "zero2")])
+def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(method, config, tmp_path):
+    """Whole runs on pictures: step by step as one process, and kill -9 of all processes in the middle changes no bit."""
+    folders = {name: tmp_path / name for name in ("one", "two", "cut")}
+    ended(start_run(folders["one"], method, None), folders["one"])
+    ended(start_run(folders["two"], method, config), folders["two"])
+    for one, two in zip(rows(folders["one"]), rows(folders["two"]), strict=True):
+        for key in ("optim/loss", "optim/policy_loss", "optim/grad_norm", "env/all/reward/total"):
+            if key in one:
+                assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+    process = start_run(folders["cut"], method, config)
+    deadline = time.monotonic() + 200
+    while len(rows(folders["cut"])) < 3 and time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
+    assert not (folders["cut"] / "checkpoints" / f"{method}-final").exists()
+    ended(start_run(folders["cut"], method, config, "--resume"), folders["cut"])
+    assert rows(folders["cut"]) == rows(folders["two"])
+    one, other = weights(folders["two"], method), weights(folders["cut"], method)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
