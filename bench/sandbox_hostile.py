@@ -89,7 +89,8 @@ def main() -> None:
                 polite.append(beside(sandbox, "while True: pass", given.rounds))
                 rude.append(beside(sandbox, programs[name], given.rounds))
             ratio = statistics.median(rude) / statistics.median(polite)
-            rows.append({"neighbour": name, "rounds": given.turns * given.rounds, "beside_a_busy_loop_s": round(statistics.median(polite), 3),
+            rows.append({"neighbour": name, "rounds": given.turns * given.rounds,
+                         "beside_a_busy_loop_s": round(statistics.median(polite), 3),
                          "beside_it_s": round(statistics.median(rude), 3), "ratio": round(ratio, 3)})  # fmt: skip
             print(rows[-1], flush=True)
     if given.out:
