@@ -19,7 +19,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from conversations import RENDERERS, check, check_canonical, load  # noqa: E402
 
 
-
 def parts(count: int, most: int = 50) -> list[int]:
     """`count` in parts of at most `most`."""
     return [min(most, count - begun) for begun in range(0, count, most)]
