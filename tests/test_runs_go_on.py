@@ -107,6 +107,18 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
     assert config(run)["origins"][0]["base_model"].endswith("sft-final/model")
 
 
+@pytest.mark.parametrize("base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"])
+@pytest.mark.parametrize("asked", ["--lora-rank 2", ""])
+def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(adapter, base, asked, tmp_path, monkeypatch):
+    shutil.copytree(adapter, tmp_path / "runs" / "sft")
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/next")
+    whole = train(f"{GRPO} --base-model {base} {asked} --save-every 1", run)
+    shutil.rmtree(run / "checkpoints" / "grpo-final")
+    assert train("--resume", run) == whole
+    assert len(train("--resume --steps 3", run)) == len(whole) + 1
+
+
 def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
     """The base of the second run's adapter is the first run's sft-final; the second run has an sft-final of its own."""
     run = tmp_path / "again"

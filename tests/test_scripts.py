@@ -283,6 +283,20 @@ def test_samples_have_the_logprobs_of_the_saved_weights(run: Path):
 
 
 @pytest.mark.slow
+def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path: Path):
+    rows = [{"q": "12+34", "a": "46"}, {"q": "20+30", "a": "50"}, {"q": "11+11", "a": "22"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ["--prompt-column", "q", "--answer-column", "a", "--prompt-suffix", "="]
+    words = ["--dataset", tmp_path / "rows.jsonl", *columns, "--temperature", 0]
+    done = script("sample.py", run, *words, "--limit", 2, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    asked = script("sample.py", run, "--prompt", "12+34=", "20+30=", "--temperature", 0, cwd=run.parent)
+    assert done.stdout == asked.stdout and "12+34=" in done.stdout
+    wrong = script("sample.py", run, *words, "--prompt-colum", "q", cwd=run.parent)
+    assert wrong.returncode == 2 and "--prompt-column" in wrong.stderr
+
+
+@pytest.mark.slow
 def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Path):
     import torch
 

@@ -119,16 +119,15 @@ def shallow(model: Any) -> Iterator[None]:
             _set(model, found[0], found[1])
 
 
-@contextlib.contextmanager
-def cut_to(model: Any, depth: int) -> Iterator[None]:
-    """The model with its first `depth` layers alone. Its layers are one list: see `rhythm`."""
-    found = layer_list(model)
-    assert found is not None
-    _set(model, found[0], nn.ModuleList(found[1][i] for i in range(depth)))
-    try:
-        yield
-    finally:
-        _set(model, found[0], found[1])
+def first_layers_(model: Any, layers: tuple[str, nn.ModuleList], depth: int) -> None:
+    """Leaves the first `depth` of `layers` (`layer_list`, found before any were taken away) alone, in place; all are put back so too."""
+    _set(model, layers[0], nn.ModuleList(layers[1][i] for i in range(depth)))
+
+
+def share_weights(layers: nn.ModuleList) -> bool:
+    """Whether a tensor stands in several of the layers."""
+    seen = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    return len(set(seen)) < len(seen)
 
 
 def rhythm(model: Any) -> tuple[int, int, int] | None:

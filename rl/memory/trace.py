@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -23,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kernels import head_bytes
-from rl.layers import config_number, cut_to, describe, rhythm, width
+from rl.errors import UserError
+from rl.layers import Layers, config_number, describe, first_layers_, layer_list, rhythm, share_weights, width
 from rl.learner import HeadRequest, LogprobHead
 from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
-from rl.models import LoadedModel, add_lora, attention_mask_for, inner_model, load_skeleton
+from rl.models import LoadedModel, add_lora, attention_mask_for, inner_model, load_skeleton, unadapted_share
 from rl.sampler import Unsupported, check_supported, frozen_matrices, lower_frozen_
 from rl.types import LoraConfig
 
@@ -51,35 +53,71 @@ class Arithmetic:
 
 
 class Skeleton:
-    """A model without weights, as the learner would train it. Raises UserError where it cannot be had."""
+    """A model without weights, as the learner would train it. Raises UserError where it cannot be had.
 
-    def __init__(self, base_model: str, tokenizer: str | None, lora: LoraConfig | None):
+    Layers of one make hold the same, so of a model of many only the first are given adapters and run (see `held`), and what the others
+    hold is worked out from them. `whole`: all of them are, which takes longer and gives the same; for tests.
+    """
+
+    def __init__(self, base_model: str, tokenizer: str | None, lora: LoraConfig | None, *, whole: bool = False):
         with torch.device("meta"):
             loaded = load_skeleton(base_model, tokenizer=tokenizer)
-            self._loaded = loaded if lora is None else add_lora(loaded, lora)
-        self.shape = _shape(self._loaded)
-        self._rhythm = rhythm(self._loaded.model) or (0, 1, 0)
+            described, fast, self._layers = describe(loaded.model), _is_fast(loaded.model), layer_list(loaded.model)
+            self._depth, period, before = rhythm(loaded.model) or (0, 1, 0)
+            short = before + max(period, 2) + (self._depth - before) % period
+            self._two = (short, short + period) if short + period < self._depth and not whole else None
+            self._times = (self._depth - short) // period  # as often as the longer of the two is deeper than the shorter
+            share = None if lora is None else unadapted_share(loaded.model, lora)
+            # a tensor of several layers is held once, however many there are: then all stay, to be counted one by one
+            cut = self._layers is not None and self._two is not None and not share_weights(self._layers[1])
+            if self._layers is not None and self._two is not None and cut:
+                self._depth = self._two[1]
+                first_layers_(loaded.model, self._layers, self._depth)
+            self._loaded = loaded if lora is None else add_lora(loaded, lora, unadapted=share)
+        numbers = _numbers(self._loaded.model)
+        if self._two is not None and cut:
+            with self._first(self._two[0]):
+                shorter = _numbers(self._loaded.model)
+            numbers = {name: n + (self._times - 1) * (n - shorter[name]) for name, n in numbers.items()}
+        self.shape = _shape(self._loaded, numbers, described, fast)
 
     def held(self, batch: MicroBatch, how: Arithmetic) -> Held:
         """What one micro-batch of forward and backward holds at its peak.
 
         Of a model of many layers two short ones are run, the second longer by the layers that repeat: see `Course.deeper`.
+        Raises UserError for a model whose forward asks what its numbers are.
         """
-        depth, period, before = self._rhythm
-        short = before + max(period, 2) + (depth - before) % period
-        if short + period < depth:
-            with cut_to(self._loaded.model, short):
+        try:
+            if self._two is None:
                 course, inside_op = self._run(batch, how)
-            with cut_to(self._loaded.model, short + period):
-                longer, _ = self._run(batch, how)
-            peak = course.deeper(longer, (depth - short) // period)
-        else:
-            course, inside_op = self._run(batch, how)
-            peak = course.peak
+                peak = course.peak
+            else:
+                with self._first(self._two[0]):
+                    course, inside_op = self._run(batch, how)
+                with self._first(self._two[1]):
+                    longer, _ = self._run(batch, how)
+                peak = course.deeper(longer, self._times)
+        except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"what a micro-batch of {self.shape.name} holds cannot be worked out without weights: its forward does not run on tensors "
+                f"that hold no numbers ({type(error).__name__}: {first}). Try it: --steps 1 --eval-every 0, with the lengths that you mean"
+            ) from error
         return dataclasses.replace(peak, logits=peak.logits + inside_op)
+
+    @contextlib.contextmanager
+    def _first(self, depth: int) -> Iterator[None]:
+        """The model with its first `depth` layers alone."""
+        assert self._layers is not None
+        first_layers_(self._loaded.model, self._layers, depth)
+        try:
+            yield
+        finally:
+            first_layers_(self._loaded.model, self._layers, self._depth)
 
     def _run(self, batch: MicroBatch, how: Arithmetic) -> tuple[Course, int]:
         """(what is held all along, bytes that an op holds inside)."""
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is said by `held`
         with FakeTensorMode(allow_non_fake_inputs=True):  # checkpointing puts the generator's state, a real tensor, aside
             model = _on_cpu(self._loaded.model, how.dtype)
             if how.low_base:
@@ -123,27 +161,38 @@ def _on_cpu(model: Any, dtype: torch.dtype) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def _shape(loaded: LoadedModel) -> ModelShape:
-    model = loaded.model
-    parameters = dict(model.named_parameters())
-    hidden = width(model)
-    heads = config_number(model, "num_attention_heads", "n_head") or 1
+def _is_fast(model: Any) -> bool:
+    """Whether the sampler's own decoder serves it."""
     try:
         check_supported(inner_model(model))
-        fast = True
     except Unsupported:
-        fast = False
-    kinds = set(inner_model(model)._no_split_modules or ())
-    described = describe(model)
+        return False
+    return True
+
+
+def _numbers(model: Any) -> dict[str, int]:
+    """What a model with more layers has more of: see `ModelShape`."""
+    parameters = dict(model.named_parameters())
     frozen, head = dict(frozen_matrices(model)), {id(p) for p in model.get_output_embeddings().parameters()}
     linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
+    return {
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
+        "adapters": sum(p.numel() for n, p in parameters.items() if "lora_" in n),
+        "small": sum(p.numel() for p in parameters.values() if p.numel() < SMALL),
+        "matrices": sum(p.numel() for p in frozen.values()),
+        "linears": sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
+    }
+
+
+def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, fast: bool) -> ModelShape:
+    model = loaded.model
+    hidden = width(model)
+    heads = config_number(model, "num_attention_heads", "n_head") or 1
+    kinds = set(inner_model(model)._no_split_modules or ())
     return ModelShape(
         name=loaded.name,
-        parameters=sum(p.numel() for p in parameters.values()),
-        trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
-        adapters=sum(p.numel() for n, p in parameters.items() if "lora_" in n),
-        small=sum(p.numel() for p in parameters.values() if p.numel() < SMALL),
-        largest=max(p.numel() for p in parameters.values()),
+        largest=max(p.numel() for p in model.parameters()),
         layers=config_number(model, "num_hidden_layers", "n_layer") or 1,
         hidden=hidden,
         heads=heads,
@@ -154,10 +203,9 @@ def _shape(loaded: LoadedModel) -> ModelShape:
         max_context=config_number(model, "max_position_embeddings", "n_positions"),
         fast=fast,
         layer=max((sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds), default=0),
-        matrices=sum(p.numel() for p in frozen.values()),
-        linears=sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
         caching=described.keeping_keys if described.kinds else None,
         windowed=described.others is not None or not described.takes_positions,
+        **numbers,
     )
 
 
@@ -231,6 +279,15 @@ def _largest(held: Iterable[tuple[float, ...]]) -> Held:
     return Held(*max(held, key=sum, default=(0.0,) * len(KINDS)))
 
 
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """What torch's grouped_mm gives, in any dtype: for tensors without memory torch has bfloat16 alone, though its kernels take float32."""
+    if a.ndim == 3:
+        size = [a.shape[1], b.shape[1]] if b.ndim == 2 else [a.shape[0], a.shape[1], b.shape[2]]
+    else:
+        size = [offs.shape[0], a.shape[0], b.shape[1]] if b.ndim == 2 else [a.shape[0], b.shape[2]]
+    return a.new_empty(size, dtype=out_dtype or a.dtype)
+
+
 class _Storages(TorchDispatchMode):
     """Bytes of the storages that live, by kind, at each moment at which one more came to them."""
 
@@ -261,7 +318,10 @@ class _Storages(TorchDispatchMode):
         self._weights.add(storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:  # most of all calls, and makes no tensor
+            return getattr(args[0], "fake_device", None) or func(*args)
+        product = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
+        out = product(*args, **(kwargs or {}))
         is_cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):

@@ -19,7 +19,7 @@ from rl.models.load import (
     value_head_of,
     vocabulary_of,
 )
-from rl.models.lora import add_lora
+from rl.models.lora import add_lora, unadapted_share
 from rl.models.lora_targets import LATER_PARTS, PARTS
 from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
@@ -63,6 +63,7 @@ __all__ = [
     "readable",
     "seeded",
     "shape_of",
+    "unadapted_share",
     "uses_flash_attention",
     "value_head_of",
     "vocabulary_of",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rl.errors import UserError
 from rl.models.load import LoadedModel, quiet_about_tied_heads, seeded
 from rl.models.lora_targets import expert_targets, left_out, stacked_experts, targets
@@ -9,8 +11,16 @@ from rl.remarks import remark
 from rl.types import LoraConfig
 
 
-def add_lora(loaded: LoadedModel, lora: LoraConfig) -> LoadedModel:
-    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base frozen."""
+def unadapted_share(model: Any, lora: LoraConfig) -> float:
+    """The share of a model's numbers that were asked for and get no adapter."""
+    return sum(left_out(model, lora).values()) / sum(p.numel() for p in model.parameters())
+
+
+def add_lora(loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None = None) -> LoadedModel:
+    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base frozen.
+
+    `unadapted`: the share of the whole model, where some of its layers were taken away since.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -27,7 +37,7 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig) -> LoadedModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    unadapted = sum(left_out(loaded.model, lora).values()) / sum(p.numel() for p in loaded.model.parameters())
+    unadapted = unadapted_share(loaded.model, lora) if unadapted is None else unadapted
     if unadapted >= 0.01:
         remedy = "" if lora.train_experts or not any(stacked_experts(loaded.model)) else "; --train-experts gives them one"
         remark(f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter and stay as they are{remedy}")

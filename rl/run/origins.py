@@ -53,7 +53,9 @@ def settled(run: Run, noted: Sequence[Mapping[str, Any]] = ()) -> tuple[Run, lis
     `noted`: those notes of the run that is resumed: what it began from then it begins from now, whatever was saved there since.
     UserError where a stage asks for what its beginning has not.
     """
-    known = {note["asked"]: note["base_model"] for note in noted if note.get("asked") and Path(note["base_model"]).is_dir()}
+    earlier = [note for note in noted if note.get("asked") and Path(note["base_model"]).is_dir()]
+    # a run that is resumed by its folder asks for what was found then, as config.json has it
+    known = {word: note["base_model"] for note in earlier for word in (note["base_model"], note["asked"])}
     stages = list(run.stages)
     notes: list[dict[str, Any]] = []
     for index, stage in enumerate(run.stages):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -21,6 +22,14 @@ ANSWER_BYTES = 2048  # that Python needs at least for one answer, its tokens, lo
 
 def show(run: Run) -> None:
     """Prints the plan of a run on rank 0. Raises UserError (on every rank) where it cannot fit."""
+    gc.disable()  # of a process that lives for seconds and imports much, a tenth of its time
+    try:
+        _show(run)
+    finally:
+        gc.enable()
+
+
+def _show(run: Run) -> None:
     run, _ = settled(run)
     options = run.options
     _check_batches(run)

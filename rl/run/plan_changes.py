@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from rl.run.plan_needs import needs_of
 from rl.settings import Run
 
 CACHE = "kv_cache_tokens"  # the setting, and the kind of change
+HELPS = 0.98  # of a peak: a change that leaves more than that of it is none
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ def _smaller_caches(run: Run) -> list[int]:
 
 def remedies(run: Run, launch: Launch, prompt: int) -> list[Change]:
     """Single changes that lower the peak of the run, the most effective first."""
-    now = _peak(run, launch, prompt, [])
-    tried = [replace(change, peak=_peak(run, launch, prompt, [change])) for change in _candidates(run, launch)]
-    return sorted((change for change in tried if change.peak < 0.98 * now), key=lambda change: change.peak)
+    bound = HELPS * _peak(run, launch, prompt, [])
+    tried = [replace(change, peak=_peak(run, launch, prompt, [change], bound)) for change in _candidates(run, launch)]
+    return sorted((change for change in tried if change.peak < bound), key=lambda change: change.peak)
 
 
 def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], room: float) -> tuple[list[Change], float]:
@@ -89,8 +91,8 @@ def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], r
     peak = _peak(run, launch, prompt, [])
     for change in sorted(changes, key=lambda change: (change.costly, change.peak)):
         others = [other for other in taken if other.kind != change.kind]
-        lower = _peak(run, launch, prompt, [*others, change])
-        if lower < 0.98 * peak:
+        lower = _peak(run, launch, prompt, [*others, change], HELPS * peak)
+        if lower < HELPS * peak:
             taken, peak = [*others, change], lower
         if peak <= room:
             return _with_the_largest_cache(run, launch, prompt, taken, changes, room)
@@ -104,7 +106,7 @@ def _with_the_largest_cache(
     others = [change for change in taken if change.kind != CACHE]
     caches = sorted((change for change in changes if change.kind == CACHE), key=lambda change: -change.peak)
     for mine in ([], *([cache] for cache in caches)):
-        peak = _peak(run, launch, prompt, [*others, *mine])
+        peak = _peak(run, launch, prompt, [*others, *mine], room)
         if peak <= room:
             return [*others, *mine], peak
     raise AssertionError("what was taken fits")
@@ -118,8 +120,13 @@ def shown(changes: Sequence[Change], room: float) -> list[Change]:
     return [change for change in changes if change.kind != CACHE or change is best]
 
 
-def _peak(run: Run, launch: Launch, prompt: int, changes: Sequence[Change]) -> float:
+def _peak(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], bound: float = math.inf) -> float:
+    """The run's peak with these changes; where it is above `bound` whatever a micro-batch holds, what it is at least."""
     settings = [stage.settings for stage in run.stages]
     for change in changes:
         settings, launch = [change.settings(one) for one in settings], change.launch(launch)
+    if math.isfinite(bound):  # following a micro-batch takes long
+        least = max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings, traced=False))
+        if least > bound:
+            return least
     return max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings))

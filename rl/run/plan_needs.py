@@ -49,8 +49,8 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
     return launch, Device("CPU process", machine / per_node)
 
 
-def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None) -> list[StageNeeds]:
-    """Every stage's needs, under `settings` (by default the run's own)."""
+def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None, *, traced: bool = True) -> list[StageNeeds]:
+    """Every stage's needs, under `settings` (by default the run's own). Not `traced`: as if a micro-batch held nothing, which is quick."""
     found = []
     chosen = [stage.settings for stage in run.stages] if settings is None else list(settings)
     for i, stage in enumerate(run.stages):
@@ -63,12 +63,12 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
         if went_on and before is None:
             root = root_of(model.base_model)[0]
             model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
-        found.append(_needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter))
+        found.append(_needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter, traced=traced))
     return found
 
 
 def _needs(
-    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool
+    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool, traced: bool
 ) -> StageNeeds:
     """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off."""
     skeleton = _skeleton(model.base_model, model.tokenizer, _lora(model))
@@ -94,7 +94,8 @@ def _needs(
         others.append(shape)
     critic = method.critic(settings)
     critics = [] if critic is None else [shape if critic == "policy" else _skeleton(critic, model.tokenizer, _lora(model)).shape]
-    found = plan(shape, _held(model, batch, launch), launch, work, others, critics)
+    held = _held(model, batch, launch) if traced else Held()
+    found = plan(shape, held, launch, work, others, critics)
     return StageNeeds(stage.name, model.base_model, found, work, launch)
 
 

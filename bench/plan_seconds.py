@@ -1,0 +1,105 @@
+"""How long `train.py ... --plan` takes, the whole command: Python's start, imports, the model without weights, the page.
+
+    python bench/plan_seconds.py                                  # rows of this checkout into bench/results/plan_seconds.csv
+    python bench/plan_seconds.py --tree ../before --label before  # of another checkout, with this one's Python
+
+Each case is run `--times` times, in turn with the others; `seconds` is the least wall clock of them and `cpu_seconds` the least of
+user and system time. `peak` is the plan's verdict, so that one sees whether two checkouts say the same. Models are their configs
+alone, at their published sizes. Rows of other labels stay in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+from bench.campaign import RESULTS, machine, write_table  # noqa: E402
+
+TABLE = RESULTS / "plan_seconds.csv"
+QWEN2 = {"vocab_size": 152_064, "max_position_embeddings": 32_768, "tie_word_embeddings": False}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.5B": ("qwen2", {**QWEN2, "vocab_size": 151_936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+                       "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}),
+    "7B": ("qwen2", {**QWEN2, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                     "intermediate_size": 18_944}),
+    "32B": ("qwen2", {**QWEN2, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
+                      "intermediate_size": 27_648}),
+    "30B-A3B": ("qwen3_moe", {"vocab_size": 151_936, "max_position_embeddings": 40_960, "hidden_size": 2048, "num_hidden_layers": 48,
+                              "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+                              "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+                              "tie_word_embeddings": False}),
+}  # fmt: skip
+ON_80 = "--plan-gpus 8 --plan-gpu-memory 80"
+LAUNCHES = {
+    "LoRA, one GPU": "--lora-rank 32 --plan-gpus 1 --plan-gpu-memory 80",
+    "LoRA in 4 bit, one GPU": "--lora-rank 32 --base-dtype 4bit --plan-gpus 1 --plan-gpu-memory 80",
+    "all weights, ZeRO-3 on 8 GPUs": f"--lora-rank 0 --plan-zero 3 {ON_80}",
+    "all weights, FSDP2 on 8 GPUs": f"--lora-rank 0 {ON_80}",
+    "all weights, a CPU process": "--lora-rank 0",
+}
+WORDS = "grpo --dataset addition --reward exact_match --batch-size 64 --group-size 8 --max-tokens 1024 --plan"
+
+
+def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, str]:
+    """(seconds, CPU seconds, verdict) of one command."""
+    words = [sys.executable, str(tree / "train.py"), *WORDS.split(), "--base-model", str(folder), *LAUNCHES[launch].split()]
+    env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    if "FSDP2" in launch:  # what accelerate launch sets
+        env.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", WORLD_SIZE="8", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, timeout=600)
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = re.search(r"(fits|tight|does not fit): \S+ \S+ of \S+ \S+", done.stdout)
+    verdict = said[0] if said else f"no plan: {done.stderr.strip().splitlines()[-1][:80] if done.stderr.strip() else done.returncode}"
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=HERE.parent, help="the checkout whose train.py is run")
+    parser.add_argument("--label", default="now")
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    args = parser.parse_args()
+    kept: list[dict[str, Any]] = []
+    if TABLE.is_file():
+        with TABLE.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if row["checkout"] != args.label or row["model"] not in args.only]
+    best: dict[tuple[str, str], tuple[float, float, str]] = {}
+    with tempfile.TemporaryDirectory(prefix="plan_seconds-") as parent:
+        from transformers import AutoConfig
+
+        for name in args.only:
+            kind, numbers = MODELS[name]
+            AutoConfig.for_model(kind, **numbers).save_pretrained(Path(parent) / name)
+        for _ in range(args.times):
+            for name in args.only:
+                for launch in LAUNCHES:
+                    seconds, cpu, verdict = one(args.tree.resolve(), Path(parent) / name, launch)
+                    least = best.get((name, launch), (seconds, cpu, verdict))
+                    best[name, launch] = min(seconds, least[0]), min(cpu, least[1]), verdict
+                    print(f"{name}, {launch}: {seconds:.1f} s, {cpu:.1f} s of CPU, {verdict}", flush=True)
+    found = [
+        {"model": name, "launch": launch, "checkout": args.label, "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1),
+         "peak": verdict, "machine": machine()}
+        for (name, launch), (seconds, cpu, verdict) in best.items()
+    ]  # fmt: skip
+    order, launches = list(MODELS), list(LAUNCHES)
+    rows = sorted([*kept, *found], key=lambda row: (order.index(row["model"]), launches.index(row["launch"]), row["checkout"]))
+    write_table(TABLE, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
