@@ -1,6 +1,7 @@
 """Every causal LM of transformers, tiny: does the learner score and train it as it is alone, in each layout, or refuse it by name?
 
-    python bench/architectures.py                        # all of them into bench/results/architectures.csv, half an hour on two cores
+    python bench/architectures.py                        # all of them, half an hour on two cores, into results/architectures.csv
+                                                         # and docs/architectures.md
     python bench/architectures.py --only llama gpt_neo   # some; their rows replace those that are there
 
 A row is written after each architecture, which runs in a process of its own with a time limit. Columns:
@@ -37,6 +38,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from bench.architectures_page import main as write_page  # noqa: E402
 from bench.tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.layers import describe  # noqa: E402
@@ -253,6 +255,7 @@ def main() -> None:
         write(rows)
         print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
     print(summary(rows))
+    write_page()
     sys.exit(any(str(cell).startswith("WRONG") for row in rows.values() for cell in row.values()))
 
 

@@ -7,6 +7,8 @@
 Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: sampling, arithmetic, traffic and the driver's work
 are added, which is how the loop runs (only ZeRO-2 may overlap its sending, by a setting). The work grows with the GPUs: a
 fixed number of answers for each. What the figures rest on is printed first; the rates are inputs, not measurements.
+A mixture of experts computes with the numbers that a token is sent to, and holds, sends and gathers all of them. A model that sees runs its
+tower over every image, frozen (LoRA: the text alone is trained) or trained; its images are tokens of the prompt as well.
 W: ranks, N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
 """
 
@@ -28,6 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from scaling_models import NAMES, skeletons  # noqa: E402
 from scaling_page import draw, show, write_csv  # noqa: E402
 
 from rl.memory.plan import GIB, REUSE, ROOM, Held, Launch, ModelShape, Work, plan  # noqa: E402
@@ -36,15 +39,6 @@ from rl.memory.step import micro_batch, sampled_at_once  # noqa: E402
 RESULTS = HERE / "results"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
-# The dense Qwen2.5 models: hidden, layers, heads, key heads, MLP, vocabulary, tied head.
-SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
-    "0.5B": (896, 24, 14, 2, 4864, 151_936, True),
-    "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
-    "3B": (2048, 36, 16, 2, 11_008, 151_936, True),
-    "7B": (3584, 28, 28, 4, 18_944, 152_064, False),
-    "14B": (5120, 48, 40, 8, 13_824, 152_064, False),
-    "32B": (5120, 64, 40, 8, 27_648, 152_064, False),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +73,7 @@ class Load:
     prompt: int = 512
     answer: int = 1024
     budget: int = 16_384
+    patches: int = 0  # of the images of a prompt, as the tower reads them; the tokens that they become are among `prompt`
 
     @property
     def tokens(self) -> int:
@@ -154,7 +149,7 @@ def step(
     micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
     wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
     sample = load.answers * load.answer / sampling_rate
-    train = 8 * shape.parameters * load.tokens / (hardware.flops * hardware.mfu)  # 6, and the forward again: checkpointing
+    train = arithmetic(shape, load) / (hardware.flops * hardware.mfu)
     link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
     traffic = wire / link
     alone = driver_seconds(driver, load, launch.world)
@@ -166,6 +161,15 @@ def step(
         limit = "memory: sampler's copy" if memory - copy <= ROOM * hardware.memory_gib else "memory: learner"
     rate = load.tokens / total
     return Step(name, launch.world, launch_name(launch), memory, fits, wire / GIB, sample, train, traffic, alone, total, rate, limit)
+
+
+def arithmetic(shape: ModelShape, load: Load) -> float:
+    """Operations of a GPU's learner in a step: 2 a number and token forward, 4 backward, 2 for the forward again (checkpointing).
+
+    A frozen tower runs forward alone. Attention's own products, which grow with the square of a length, are left out.
+    """
+    patches = load.answers * load.patches if shape.seeing else 0
+    return 8 * shape.active * load.tokens + (2 * shape.seeing + 6 * shape.seeing_trained) * patches
 
 
 def driver_seconds(driver: Driver, load: Load, world: int) -> float:
@@ -187,25 +191,6 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
 
 def launch_name(launch: Launch) -> str:
     return "ddp" if launch.zero is None else f"zero{launch.zero}"
-
-
-def skeletons(names: Sequence[str]) -> dict[str, Any]:
-    """The models by name, from configs written aside: no weights."""
-    from transformers import Qwen2Config
-
-    from rl.memory.trace import Skeleton
-
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            hidden, layers, heads, key_heads, mlp, vocab, tied = SIZES[name]
-            config = Qwen2Config(
-                hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
-                intermediate_size=mlp, vocab_size=vocab, tie_word_embeddings=tied, max_position_embeddings=32_768,
-            )  # fmt: skip
-            config.save_pretrained(folder)
-            found[name] = Skeleton(folder, None, None)
-    return found
 
 
 def table(
@@ -313,12 +298,13 @@ def batch_costs() -> tuple[float, float]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure two gloo processes first, into scaling_measured.csv")
-    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     # One H100 drawing with a batch of 64; what it really is depends on engine, length and batch: an assumption to replace.
     parser.add_argument("--sampling-rate", nargs="+", metavar="MODEL:TOKENS_PER_S", help="tokens/s that one GPU draws",
-                        default=["0.5B:20000", "1.5B:12000", "3B:8000", "7B:4500", "14B:2500", "32B:1200"])  # fmt: skip
+                        default=["30B-A3B:6000", "8B-VL:4000", "0.5B:20000",
+                                 "1.5B:12000", "3B:8000", "7B:4500", "14B:2500", "32B:1200"])  # fmt: skip
     for kind in (Hardware, Driver, Load):
         for name, value in asdict(kind()).items():
             parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value, help=kind.__name__.lower())

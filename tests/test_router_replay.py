@@ -1,21 +1,26 @@
 """Router replay: what the sampler notes of its experts, and that a learner given them routes, learns and scores by them."""
 
 import copy
+import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from test_architectures import datums, learnt, make_learner
+from test_asynchronous import ENVIRONMENT, same
 from whole_runs import train, two_and_two
 
 from bench.tiny_models import VOCAB, tiny_model
+from rl.data.rollouts import load_rollouts
 from rl.episodes import trajectory_to_datums
 from rl.episodes.episode import Trajectory, Transition
 from rl.errors import UserError
 from rl.layers import describe, given, noted
 from rl.models import load
 from rl.sampler import Request, RoutedEngine, make_decoder, note_experts
-from rl.types import Datum, ModelInput, SampledSequence, SamplingParams
+from rl.types import Datum, ModelInput, SampledSequence, SamplingParams, experts_as_text, experts_from_text
 
 
 @pytest.fixture(autouse=True)
@@ -165,14 +170,22 @@ def test_the_model_is_as_it_was_afterwards():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.slow
-def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_path):
+def mixture_that_adds(folder):
+    """A mixture of experts with the tokens of tiny:addition.
+
+    Its rows are whole multiples of 64 bytes: MKL rounds others by their address, which is another one in another process or run.
+    """
     from rl import get_tokenizer
 
     tokenizer = get_tokenizer("tiny:addition")
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model_of(vocab_size=len(tokenizer), **ids).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    model_of(vocab_size=len(tokenizer), moe_intermediate_size=32, **ids).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_path):
+    mixture_that_adds(tmp_path / "base")
     words = (f"grpo --base-model {tmp_path / 'base'} --batch-size 4 --group-size 4 --max-tokens 5 --dataset addition --renderer plain "
              "--eval-every 0 --rollouts-every 0")  # fmt: skip
     rows = two_and_two(f"{words} --router-replay", tmp_path)
@@ -181,3 +194,120 @@ def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_p
     plain = train(f"{words} --steps 1 --router-aux-loss-coef 0.01", tmp_path / "plain")
     assert "optim/rerouted" not in plain[-1]
     assert 1.5 < next(row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row) <= 4.0  # even routing: 2 of 4
+
+
+def test_a_record_as_text_comes_back_and_what_is_none_is_named():
+    rng = np.random.default_rng(0)
+    for shape in ((1, 1), (7, 4), (300, 384)):
+        experts = rng.integers(-1, 128, shape).astype(np.int16)
+        found = experts_from_text(experts_as_text(experts))
+        assert found.dtype == np.int16 and np.array_equal(found, experts)
+    good = experts_as_text(np.ones((3, 2), np.int16))
+    bad = [None, 7, [], "", "3x2:", "3x2", good[:-4], good.replace("3x2", "3x3"), good.replace("3x2", "2x2"), good.replace("3x2", "0x2"),
+           good.replace("3x2", "3x2x1"), good.replace("3x2", "99999999999x9999999999"), good + "!",
+           experts_as_text(np.full((1, 1), -2, np.int16))]  # fmt: skip
+    for text in bad:
+        with pytest.raises(ValueError, match="no record of experts"):
+            experts_from_text(text)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as_well(name):
+    """Half of an answer by one model, the rest by another (in the same engine, and in one that goes on from a checkpoint)."""
+    one, other = model_of(name), model_of(name)
+    with torch.no_grad():
+        for key, value in other.named_parameters():
+            if key.endswith("gate.weight"):
+                value.copy_(-value)
+    prompt, drawn_first = [5, 9, 4, 11, 6], 6
+    request = Request(prompt=prompt, params=SamplingParams(max_tokens=14), seed=3)
+
+    def engine_of(model):
+        decoder = make_decoder(model)
+        note_experts(decoder)
+        return RoutedEngine(decoder, eos_token_ids=(), max_rows=4)
+
+    def half(engine):
+        engine.add(request)
+        for _ in range(drawn_first):
+            engine.step()
+        return engine
+
+    whole = half(engine_of(one)).run()[0].sequences[0]
+    first = len(prompt) + drawn_first - 1
+    assert np.array_equal(np.sort(whole.experts.reshape(-1, 2)), np.sort(own_choices(one, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)))
+    changed = half(engine_of(one))
+    changed.change_weights(make_decoder(other), 1)  # a version of the weights that nobody has asked for experts yet
+    ((_, left),) = half(engine_of(one)).unfinished()
+    left = replace(left, begun=SampledSequence.from_json(json.loads(json.dumps(left.begun.as_json()))))
+    assert len(left.begun.experts) == first and np.array_equal(left.begun.experts, whole.experts[:first])
+    going_on = engine_of(other)
+    going_on.add(left)
+    for sequence in (changed.run()[0].sequences[0], going_on.run()[0].sequences[0]):
+        assert len(sequence.experts) == len(prompt) + 14 - 1
+        assert np.array_equal(sequence.experts[:first], whole.experts[:first])
+        assert not np.array_equal(sequence.experts[first:], whole.experts[first:])
+    # what goes on from there is read anew by the same forwards: the experts of the rest are those of the whole text
+    text = [*prompt, *sequence.tokens[:-1]]
+    assert np.array_equal(np.sort(sequence.experts[first:].reshape(-1, 2)), np.sort(own_choices(other, text)[first:].reshape(-1, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--max-steps-off-policy 2 --slice-steps 2", "--max-steps-off-policy 1 --slice-steps 2 --recompute-cache"])
+def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_that_is_repeated(how, tmp_path):
+    """Sampled while the learner updates: repeated, and gone on with from the middle, it is the same run bit for bit, experts included."""
+    mixture_that_adds(tmp_path / "base")
+    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
+             f"--keep-last 9 --rollouts-every 1 --environment {tmp_path}/uneven.py:Uneven --environment-isolation thread --renderer plain "
+             f"--learning-rate 1e-2 --no-self-test --router-replay {how}")  # fmt: skip
+    rows = train(words, tmp_path / "first")
+    told = rollouts(tmp_path / "first")
+    assert all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in told) and len(told) > 4 * 4 * 2
+    assert any("versions" in turn for turn in told)  # new weights came while it was drawn
+    assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)  # every datum had its record
+    assert sum("optim/rerouted" in row for row in rows) == 4
+    again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
+    assert again == rows and rollouts(tmp_path / "again") == told and same(tmp_path / "first", tmp_path / "again")
+    shutil.copytree(tmp_path / "first", tmp_path / "cut")
+    for path in (tmp_path / "cut" / "checkpoints").iterdir():
+        if path.name != "grpo-000002":
+            shutil.rmtree(path)
+    state = (tmp_path / "cut" / "checkpoints" / "grpo-000002" / "state.json").read_text()
+    assert '"experts": "' in state or '"experts":"' in state  # of answers under way
+    on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
+    assert on == rows and rollouts(tmp_path / "cut") == told and same(tmp_path / "first", tmp_path / "cut")
+
+
+def rollouts(folder) -> list[dict]:
+    """Every answer of a run's rollout files, with its experts."""
+    rows = [json.loads(line) for path in sorted((folder / "rollouts").glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [turn for row in rows for turn in row.get("turns", [row]) if turn.get("sampled", True)]
+
+
+@pytest.mark.slow
+def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tmp_path):
+    mixture_that_adds(tmp_path / "base")
+    model = f"--base-model {tmp_path / 'base'} --renderer plain --eval-every 0"
+    train(f"grpo {model} --steps 2 --batch-size 4 --group-size 4 --max-tokens 5 --dataset addition --rollouts-every 1 --router-replay",
+          tmp_path / "run")  # fmt: skip
+    stored = load_rollouts(tmp_path / "run")
+    assert all(answer.experts for problem in stored for answer in problem.answers)
+    # the other half of the experts, by hand: what is told is what is taken
+    file = tmp_path / "other.jsonl"
+    rows = [json.loads(line) for path in sorted((tmp_path / "run" / "rollouts").glob("*.jsonl")) for line in path.read_text().splitlines()]
+    file.write_text("".join(json.dumps({**row, "experts": experts_as_text(3 - experts_from_text(row["experts"]))}) + "\n" for row in rows))
+    words = f"offline {model} --steps 1 --batch-size 4 --loss importance_sampling --temperature 0.8 --no-self-test"
+    found = {}
+    for name, source, more in (("told", tmp_path / "run", "--router-replay"), ("other", file, "--router-replay"), ("plain", file, "")):
+        found[name] = next(row for row in train(f"{words} --dataset {source} {more}", tmp_path / name) if "optim/grad_norm" in row)
+    assert found["told"]["optim/rerouted"] < 0.5 < found["other"]["optim/rerouted"] and "optim/rerouted" not in found["plain"]
+    assert abs(found["told"]["optim/kl_behaviour_v1"]) < abs(found["other"]["optim/kl_behaviour_v1"])
+    # an answer that does not say its experts, and one that says a few
+    fine = {key: value for key, value in rows[0].items() if key != "experts"}
+    for wrong, says in (("12", "no record of experts"), (experts_as_text(np.zeros((2, 8), np.int16)), "tells of 2 tokens")):
+        file.write_text(json.dumps({**fine, "experts": wrong}))
+        with pytest.raises(UserError, match=f"line 1.*{says}"):
+            load_rollouts(file)
+    file.write_text(json.dumps(fine))
+    assert load_rollouts(file)[0].answers[0].experts is None

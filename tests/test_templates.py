@@ -13,6 +13,7 @@ import pytest
 
 from rl.errors import UserError
 from rl.renderers import get_renderer
+from rl.renderers.call_forms import form_of
 from rl.renderers.parsing import split_calls, split_channels
 
 COUNT = 200
@@ -22,11 +23,11 @@ WORDS = (
 FOLDER = {"qwen2.5": {}, "qwen3": {}, "qwen3, no thinking": {"enable_thinking": False}, "minimind_6400": {}}
 # Of the package: what it says of its thoughts and calls, as far as they are read back.
 PACKAGE = {
-    "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "", "lfm2": "", "lfm2_v2": "",
+    "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "", "lfm2": "", "lfm2_v2": "calls",
     "qwen2_5": "calls", "qwen2_5_vl": "", "qwen3": "thoughts calls", "qwen3_instruct_2507": "calls", "qwen3_vl": "calls",
     "qwen3_5_think": "thoughts calls", "qwen3_5_nothink": "calls", "qwen3_6": "thoughts calls", "qwen3_8": "thoughts calls",
-    "llama3_1": "one_call", "llama3_2": "one_call", "gptoss": "thoughts calls one_call",
-    "gemma4": "", "gemma4_v5": "", "deepseekv3": "", "deepseek_r1_distill": "", "lfm2_2_5": "",
+    "llama3_1": "calls one_call", "llama3_2": "calls one_call", "gptoss": "thoughts calls one_call",
+    "gemma4": "calls", "gemma4_v5": "calls", "deepseekv3": "", "deepseek_r1_distill": "", "lfm2_2_5": "calls",
     "nemotron_3_nano": "", "nemotron_3_super": "",
 }  # fmt: skip
 _SPECIAL = re.compile(
@@ -43,13 +44,17 @@ TOOL = {
 }
 
 
-def of_package(name, tokenizers):
-    from transformers import AddedToken, AutoTokenizer
-
+def package_template(name):
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
         pytest.skip("its template is in the package trl (requirements-bench.txt), which is not installed")
-    template = (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def of_package(name, tokenizers):
+    from transformers import AddedToken, AutoTokenizer
+
+    template = package_template(name)
     tokenizer = AutoTokenizer.from_pretrained(tokenizers / "minimind_6400", bos_token="<bos>", eos_token="<eos>")
     written = sorted({*_SPECIAL.findall(template), "<bos>", "<eos>"})
     tokenizer.add_tokens([AddedToken(w, special=not _MARKUP.fullmatch(w), normalized=False) for w in written])
@@ -208,6 +213,22 @@ def test_messages_with_channels_are_read_by_hand():
 def test_templates_of_other_families(name, shared_data):
     counts = check(of_package(name, shared_data / "tokenizers"), name)
     assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+
+
+@pytest.mark.slow
+def test_calls_of_glm_are_read_as_its_template_writes_them(shared_data):
+    """Its answers end in no mark, so that it has no renderer; what it writes of a call is read all the same."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "minimind_6400")
+    tokenizer.chat_template = package_template("glm4moe")
+    form, rng = form_of(tokenizer.chat_template), random.Random("glm")
+    for _ in range(COUNT):
+        message = answer(rng, set(), call=True)
+        message["tool_calls"] = [answer(rng, set(), call=True)["tool_calls"][0] for _ in range(rng.randrange(1, 4))]
+        text = whole(tokenizer, [{"role": "user", "content": "a"}, message], {}, True, False)
+        content, calls, unparsed = form.take(text.rpartition("</think>")[2], [TOOL])
+        assert (content.strip(), calls, unparsed) == (message["content"], message["tool_calls"], [])
 
 
 @pytest.mark.slow

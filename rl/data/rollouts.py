@@ -1,7 +1,8 @@
 """Stored rollouts: answers that were sampled and rewarded earlier, of a run of ours or published, as problems with `answers`.
 
 A row is one of
-- an answer as a run writes it (rollouts/*.jsonl): tokens, logprobs and temperature as drawn; rows of one group are one problem;
+- an answer as a run writes it (rollouts/*.jsonl): tokens, logprobs, temperature and, with router replay, experts as drawn; rows of one
+  group are one problem;
 - a prompt with a response and a reward, or with lists of both; rows of one prompt are one problem;
 - a question with columns of {"solution": ..., "is_correct": ...}, one for each model that answered it (GSM8K's published ones).
 """
@@ -20,7 +21,7 @@ from rl.data.problem_set import ProblemSet
 from rl.data.rows import FILE_SUFFIXES, BadRow, BadRows, NoColumn, OnBadRow
 from rl.errors import UserError
 from rl.images import has_images
-from rl.types import Message, Problem, StoredAnswer
+from rl.types import Message, Problem, StoredAnswer, experts_from_text
 
 # Where a column is not named, the first of these that a row has.
 PROMPTS = ("prompt", "question", "problem", "instruction")
@@ -149,6 +150,7 @@ def _drawn(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _Gr
         logprobs=_logprobs(columns.get("logprobs"), len(tokens)),
         temperature=_temperature(columns.get("temperature")),
         place=place,
+        experts=_experts(columns.get("experts"), len(prompt) + len(tokens) - 1),
     )
     asked: list[Message] = [{"role": "user", "content": columns.get("prompt", "")}]
     return (columns.get("group"), columns.get("tag"), columns.get("problem")), _Group(asked, {}, [answer], place)
@@ -168,6 +170,19 @@ def _logprobs(value: Any, count: int) -> tuple[float, ...] | None:
     if not isinstance(value, list) or len(value) != count or not all(_is_number(x) and x < 1e-3 for x in value):
         raise BadRow(f"'logprobs' has one number for each of the {count} response_tokens, at most 0, this is {str(value)[:60]!r}")
     return tuple(float(x) for x in value)
+
+
+def _experts(value: Any, count: int) -> str | None:
+    """Of `count` tokens, as they are written."""
+    if value is None:
+        return None
+    try:
+        told = len(experts_from_text(value))
+    except ValueError as error:
+        raise BadRow(f"'experts': {error}") from error
+    if told != count:
+        raise BadRow(f"'experts' tells of {told} tokens; prompt and response, but for the last token, are {count}")
+    return str(value)
 
 
 def _temperature(value: Any) -> float | None:

@@ -1,12 +1,11 @@
 """Episodes under way as JSON, and under way again: their environments are played anew with the answers that were given.
 
-What an answer has got of its tokens goes along, with its logprobs and the versions that drew them, so none is drawn twice.
+What an answer has got of its tokens goes along, with its logprobs, its experts and the versions that drew them, so none is drawn twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rl.episodes.episode import EnvGroupBuilder
@@ -22,7 +21,7 @@ def flow_state(flow: Flow) -> dict[str, Any]:
     order = []
     for ticket, request in stream.unfinished().items():
         episode = acting[ticket]
-        order.append([episode.group, episode.index, None if request.begun is None else asdict(request.begun)])
+        order.append([episode.group, episode.index, None if request.begun is None else request.begun.as_json()])
     stream.renew()
     waiting = [(episode, action) for episode, action, _ in flow._waiting.values()]
     return {
@@ -38,14 +37,14 @@ def flow_state(flow: Flow) -> dict[str, Any]:
         ],
         "counters": dict(flow.counters),
         "acting": order,
-        "asked": [[e.group, e.index, None if action is None else asdict(action)] for e, action in (*waiting, *flow._to_step)],
+        "asked": [[e.group, e.index, None if action is None else action.as_json()] for e, action in (*waiting, *flow._to_step)],
     }
 
 
 def _episode(episode: Playing) -> dict[str, Any]:
     turns = episode.transitions
     return {
-        "actions": [asdict(turn.ac) for turn in turns],
+        "actions": [turn.ac.as_json() for turn in turns],
         "seen": [[turn.ob.length, turn.seat] for turn in turns],
         "ended": bool(turns and turns[-1].episode_done),
         "error": episode.error,
@@ -61,7 +60,7 @@ def restore(flow: Flow, state: Mapping[str, Any], builder_of: Callable[[int], En
         group = flow.begin(number, builder_of(number), seed=saved["seed"], problem=saved["problem"], since=saved["since"])
         for episode, was in zip(group.episodes, saved["episodes"], strict=True):
             key = (number, episode.index)
-            flow.scripts[key] = [SampledSequence(**action) for action in was["actions"]]
+            flow.scripts[key] = [SampledSequence.from_json(action) for action in was["actions"]]
             unbegun = key in asked and asked[key] is None
             if was["error"] is not None or unbegun:
                 flow.hold_back(episode)
@@ -75,11 +74,11 @@ def restore(flow: Flow, state: Mapping[str, Any], builder_of: Callable[[int], En
     parked, flow.parked = flow.parked, None
     for group_number, member, begun in state["acting"]:
         if group_number not in lost:
-            flow.ask_for_turn(parked[group_number, member], None if begun is None else SampledSequence(**begun))
+            flow.ask_for_turn(parked[group_number, member], None if begun is None else SampledSequence.from_json(begun))
     for group_number, member, action in state["asked"]:
         if group_number not in lost:
             episode = flow.groups[group_number].episodes[member]
-            flow.ask_environment(episode, None if action is None else SampledSequence(**action))
+            flow.ask_environment(episode, None if action is None else SampledSequence.from_json(action))
     return lost
 
 

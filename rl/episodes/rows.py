@@ -9,6 +9,7 @@ from rl.episodes.episode import Trajectory
 from rl.episodes.rollout import Rollouts
 from rl.images import shown
 from rl.renderers import Renderer
+from rl.types import SampledSequence, experts_as_text
 
 
 def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> Iterator[dict[str, Any]]:
@@ -37,6 +38,7 @@ def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> 
                 "response_tokens": turn.ac.tokens,
                 "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
                 "logprobs": turn.ac.logprobs,
+                **_experts(turn.ac),
             }
             if images := [image for _, image in turn.ob.placed()]:  # shown once a group; every row says that there were some
                 row |= {"image_count": len(images)} | ({"images": [shown(image) for image in images]} if i == 0 else {})
@@ -46,6 +48,11 @@ def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> 
             yield {**row, "turns": turns_of(trajectory, renderer)} if len(trajectory.transitions) > 1 or "told" in turn.logs else row
 
 
+def _experts(action: SampledSequence) -> dict[str, str]:
+    """Of the tokens of a prompt and its answer, where they were noted."""
+    return {} if action.experts is None else {"experts": experts_as_text(action.experts)}
+
+
 def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]:
     """An episode from its first message to its last answer, one entry for each message.
 
@@ -53,7 +60,8 @@ def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]
     An answer: {"role": "assistant", "text", "sampled": True, "tokens" (in decoded pieces), "token_ids", "logprobs", "observation_tokens"
     (what of its prompt is new: how many tokens), "reward", "advantage" (its own, where turns are credited one by one), "stop_reason",
     "metrics", "seat"}, "tool_calls" where it made any ({"name", "arguments", "seconds", and "answer" or "error"}), and "logs", what else
-    the environment noted. "restarts": True where its prompt does not continue what came before, but is written anew.
+    the environment noted. "experts": those of its prompt and of its tokens but the last, where they were noted (`experts_from_text` reads
+    them). "restarts": True where its prompt does not continue what came before, but is written anew.
     """
     found: list[dict[str, Any]] = []
     so_far: list[int] = []
@@ -77,6 +85,7 @@ def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]
             "stop_reason": turn.ac.stop_reason,
             **({} if turn.ac.version is None else {"version": turn.ac.version}),
             **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
+            **_experts(turn.ac),
             "metrics": turn.metrics,
             "seat": turn.seat,
         }

@@ -240,7 +240,7 @@ class Learner:
             return contextlib.nullcontext()
         experts = self.layers.experts
         told = batch.experts.shape[1]
-        if experts is None or told != len(experts.blocks) * experts.per_token:
+        if experts is None or told != len(experts.blocks) * experts.per_token or batch.experts.max() >= experts.count:
             raise ValueError(f"datums with {told} experts a token are not of this model ({self.layers}): sampled from another one?")
         return given(self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token)))
 

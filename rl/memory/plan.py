@@ -35,7 +35,8 @@ class ModelShape:
     `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it; `layer`: numbers in a layer, which
     FSDP2 puts together as one; `matrices`, `linears`: numbers in frozen matrices, which a base in bf16 has in bf16, and in those that a
     base in 4 bit has in 4 bit; `windowed`: some layers do not look at everything, or positions cannot be given, so that rows are padded;
-    `caching`: layers that keep keys and values (None: all), the others of a hybrid keep a state of one size.
+    `caching`: layers that keep keys and values (None: all), the others of a hybrid keep a state of one size; `idle`: numbers in the experts
+    that a token does not go to; `seeing`: in the vision tower and what joins it to the text, of which `seeing_trained` are trained.
     """
 
     name: str
@@ -58,6 +59,14 @@ class ModelShape:
     matrices: int = 0
     linears: int = 0
     caching: int | None = None
+    idle: int = 0
+    seeing: int = 0
+    seeing_trained: int = 0
+
+    @property
+    def active(self) -> int:
+        """Numbers that a token of text is multiplied with."""
+        return self.parameters - self.idle - self.seeing
 
 
 @dataclass(frozen=True)

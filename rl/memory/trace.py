@@ -28,7 +28,7 @@ from rl.errors import UserError
 from rl.layers import Layers, config_number, describe, first_layers_, layer_list, rhythm, share_weights, width
 from rl.learner import HeadRequest, LogprobHead
 from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
-from rl.models import LoadedModel, add_lora, attention_mask_for, inner_model, load_skeleton, unadapted_share
+from rl.models import LoadedModel, add_lora, attention_mask_for, belongs_to_eyes, inner_model, load_skeleton, unadapted_share
 from rl.sampler import Unsupported, check_supported, frozen_matrices, lower_frozen_
 from rl.types import LoraConfig
 
@@ -180,6 +180,8 @@ def _numbers(model: Any) -> dict[str, int]:
         "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
         "adapters": sum(p.numel() for n, p in parameters.items() if "lora_" in n),
         "small": sum(p.numel() for p in parameters.values() if p.numel() < SMALL),
+        "seeing": sum(p.numel() for n, p in parameters.items() if belongs_to_eyes(n)),
+        "seeing_trained": sum(p.numel() for n, p in parameters.items() if belongs_to_eyes(n) and p.requires_grad),
         "matrices": sum(p.numel() for p in frozen.values()),
         "linears": sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
     }
@@ -189,7 +191,7 @@ def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, f
     model = loaded.model
     hidden = width(model)
     heads = config_number(model, "num_attention_heads", "n_head") or 1
-    kinds = set(inner_model(model)._no_split_modules or ())
+    kinds, experts = set(inner_model(model)._no_split_modules or ()), described.experts
     return ModelShape(
         name=loaded.name,
         largest=max(p.numel() for p in model.parameters()),
@@ -205,6 +207,7 @@ def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, f
         layer=max((sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds), default=0),
         caching=described.keeping_keys if described.kinds else None,
         windowed=described.others is not None or not described.takes_positions,
+        idle=experts.parameters * (experts.count - experts.per_token) // experts.count if experts is not None else 0,
         **numbers,
     )
 

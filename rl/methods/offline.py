@@ -22,7 +22,7 @@ from rl.errors import UserError
 from rl.methods.base import Hosts, Models, Progress
 from rl.methods.offline_settings import OfflineSettings
 from rl.methods.steps import one_pass, with_fields
-from rl.types import Datum, Problem, StoredAnswer
+from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
 def has_value_head(settings: OfflineSettings) -> bool:
@@ -128,7 +128,9 @@ def answer_datum(row: Problem, answer: StoredAnswer, renderer: Any) -> Datum:
     else:
         model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer.text}])
         tokens = model_input.to_ints()
-    return _renamed(supervised_datum(tokens, weights), "weights", "mask")
+    datum = _renamed(supervised_datum(tokens, weights), "weights", "mask")
+    datum.experts = None if answer.experts is None else experts_from_text(answer.experts)
+    return datum
 
 
 def check_answer(settings: OfflineSettings, policy_info: Mapping[str, Any], renderer: Any, row: Problem, answer: StoredAnswer) -> None:
@@ -160,16 +162,21 @@ def check_answer(settings: OfflineSettings, policy_info: Mapping[str, Any], rend
 
 
 def remark(settings: OfflineSettings, problems: Iterable[Problem]) -> str | None:
-    """What stands for the probabilities of answers that came without them."""
+    """What stands for the probabilities of answers that came without them; how many do not say which experts they went to."""
+    said = []
+    untold = [answer.experts is None for row in problems for answer in row.answers] if settings.model.router_replay else []
+    if any(untold):
+        said.append(f"router_replay: {sum(untold)} of {len(untold)} stored answers do not say their experts, and are routed as any text")
     without = [answer.logprobs is None for row in problems for answer in row.answers]
     if not settings.offline.needs_behaviour or not any(without):
-        return None
+        return "; ".join(said) or None
     which = "The stored answers have" if all(without) else f"{sum(without)} of {len(without)} stored answers have"
-    return f"{which} no logprobs: the policy as it is at the beginning scores them, as if it had drawn them"
+    said.append(f"{which} no logprobs: the policy as it is at the beginning scores them, as if it had drawn them")
+    return "; ".join(said)
 
 
 def _renamed(datum: Datum, old: str, new: str) -> Datum:
-    return Datum(datum.model_input, {new if name == old else name: data for name, data in datum.loss_fn_inputs.items()})
+    return datum.with_inputs({new if name == old else name: data for name, data in datum.loss_fn_inputs.items()})
 
 
 def _credited(datum: Datum, advantages_T: np.ndarray, reward: float | None = None) -> Datum:

@@ -20,7 +20,7 @@ from rl.models.load import (
     vocabulary_of,
 )
 from rl.models.lora import add_lora, unadapted_share
-from rl.models.lora_targets import LATER_PARTS, PARTS
+from rl.models.lora_targets import LATER_PARTS, PARTS, belongs_to_eyes
 from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
 from rl.models.tokenizers import load_tokenizer
@@ -43,6 +43,7 @@ __all__ = [
     "add_lora",
     "add_value_head",
     "attention_mask_for",
+    "belongs_to_eyes",
     "check_model_folder",
     "check_tensors",
     "check_whole_folder",

@@ -118,10 +118,15 @@ def _read_as_numbers(model: Any) -> Iterator[str]:
 _SEES = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision", "vision_embed_tokens"}
 
 
+def belongs_to_eyes(name: str) -> bool:
+    """Whether a module or a parameter is of the vision tower, or of what joins it to the text."""
+    return bool(_SEES & set(name.split(".")))
+
+
 def _wanted(model: Any, name: str, module: nn.Module, lora: LoraConfig) -> bool:
     if module is model.get_output_embeddings():
         return lora.train_unembed
-    if not lora.train_vision and _SEES & set(name.split(".")):
+    if not lora.train_vision and belongs_to_eyes(name):
         return False
     if "attn" in name or "attention" in name:
         return lora.train_attn

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.renderers.base import Renderer
+from rl.renderers.call_forms import CALL_BEGINS, PYTHON_TAG
 from rl.renderers.parsing import CALL_BEGIN, CHANNEL, THOUGHT_BEGIN, THOUGHT_END, begun_channels
 from rl.types import Message
 
@@ -34,7 +35,9 @@ def parse_begun(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool
     if THOUGHT_BEGIN in marks and "reasoning_content" not in message:
         if within_thoughts or begun.startswith(THOUGHT_BEGIN) or THOUGHT_BEGIN.startswith(begun):
             return {**message, "content": ""}
-    for mark in (THOUGHT_BEGIN, CALL_BEGIN):
+    if PYTHON_TAG in marks and begun.startswith("{"):
+        return {**message, "content": ""}  # it may be a call, which is the whole answer
+    for mark in (THOUGHT_BEGIN, *{CALL_BEGIN, *CALL_BEGINS}):
         if mark in marks and mark in content:
             content = content[: content.index(mark)]
     return {**message, "content": certain_text(content, marks).rstrip()}

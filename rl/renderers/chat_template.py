@@ -11,6 +11,7 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import reader_of
 from rl.renderers.base import Renderer, Span, TrainOn, texts, trained_indices, weighted_example
+from rl.renderers.call_forms import form_of
 from rl.renderers.parsing import (
     CALL_BEGIN,
     CHANNEL,
@@ -38,7 +39,8 @@ class ChatTemplateRenderer(Renderer):
     the tokenizer does not call special, such as <think>.
     A model that thinks aloud: `parse_response` splits "<think>...</think>" off the content into `reasoning_content`, the field
     that such templates read back, and calls in "<tool_call>...</tool_call>" into `tool_calls`. A thought or call that never ended,
-    and a call that is none, stays in the content; calls are then named in `unparsed_tool_calls`.
+    and a call that is none, stays in the content; calls are then named in `unparsed_tool_calls`. Other forms of calls: see
+    `rl.renderers.call_forms`.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
@@ -53,12 +55,15 @@ class ChatTemplateRenderer(Renderer):
         self._settings = {name: self.shield.cover(value) if name in outside else value for name, value in template_settings.items()}
         self._thinks = THOUGHT_END in str(tokenizer.chat_template)
         self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
+        self._form = form_of(str(tokenizer.chat_template))
         self._channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
         self._reader = reader_of(tokenizer)
         self._in_parts = self._reader is not None and not self._writes_strings()
         self._end_of_turn = self._find_end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
-        self._call_id: int | None = tokenizer.convert_tokens_to_ids(_CALL_MARK) if self._channels else None
+        self._call_mark = _CALL_MARK if self._channels else self._form.end if self._form is not None else None
+        known = self._call_mark in self.shield.control
+        self._call_id: int | None = tokenizer.convert_tokens_to_ids(self._call_mark) if known else None
         self.ends |= {self._end_id} if self._call_id is None else {self._end_id, self._call_id}
         self._check_read_back()
 
@@ -87,7 +92,8 @@ class ChatTemplateRenderer(Renderer):
     def marks(self) -> tuple[str, ...]:
         if self._channels:
             return (CHANNEL, "<|end|>", "<|start|>assistant")
-        return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *((CALL_BEGIN,) if self._calls_tools else ()))
+        call = (self._form.begin,) if self._form is not None else (CALL_BEGIN,) if self._calls_tools else ()
+        return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *call)
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._until_end(tokens)
@@ -105,8 +111,9 @@ class ChatTemplateRenderer(Renderer):
             content, thoughts = split_thoughts(content)
             if thoughts is not None:
                 message |= {"content": content, "reasoning_content": thoughts}
-        if self._calls_tools:
-            content, calls, unparsed = split_calls(content, self.template_settings.get("tools") or ())
+        if self._calls_tools or self._form is not None:
+            take = split_calls if self._form is None else self._form.take
+            content, calls, unparsed = take(content, self.template_settings.get("tools") or ())
             message["content"] = content
             message |= {"tool_calls": calls} if calls else {}
             message |= {"unparsed_tool_calls": unparsed} if unparsed else {}
@@ -239,8 +246,10 @@ class ChatTemplateRenderer(Renderer):
         content = messages[index]["content"].strip()
         at = text.find(content, begin)
         after = at + len(content) if at >= 0 else begin
-        mark = _CALL_MARK if self._channels and messages[index].get("tool_calls") else self._end_of_turn
-        end = text.find(mark, after)
+        calls = bool(messages[index].get("tool_calls"))
+        marks = {self._end_of_turn, *([self._call_mark] if calls and self._call_mark else [])}
+        ends = sorted((at, mark) for mark in marks if (at := text.find(mark, after)) >= 0)
+        end, mark = ends[0] if ends else (-1, self._end_of_turn)
         if end < 0:
             there = text[begin:][:80]
             raise UserError(f"the chat template does not end message {index} with {mark!r}: {there!r}")

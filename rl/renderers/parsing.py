@@ -105,6 +105,11 @@ def _schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> Ma
     return found if isinstance(found, Mapping) else {"type": "string"}
 
 
+def typed_by_schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str) -> Any:
+    """The value of a parameter that is written by itself, read by its type in the description of its tool."""
+    return _typed(text, _schema(tools, name, parameter))
+
+
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     """A parameter's value: the text where its type is one, or where it is no JSON."""
     if schema.get("type") == "string":

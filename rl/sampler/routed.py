@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from rl.errors import UserError
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.engine import Engine
-from rl.sampler.requests import Finished
+from rl.types import SampledSequence
 
 
 def note_experts(decoder: Decoder) -> None:
     """From now on the decoder notes them. UserError for one that cannot."""
+    if isinstance(decoder, HFDecoder) and decoder.notes_experts:
+        return
     if not isinstance(decoder, HFDecoder) or decoder.layers.experts is None:
         raise UserError("router_replay is for models with experts, and this model has none: turn it off")
     if decoder.plan.rows not in ("padded", "slots"):
@@ -30,12 +28,14 @@ def note_experts(decoder: Decoder) -> None:
 class RoutedEngine(Engine):
     """See the module; `note_experts` was called on its decoder."""
 
-    def _retire(self, ended: np.ndarray, stopped: np.ndarray) -> list[Finished]:
-        gone = np.flatnonzero(ended).tolist()
-        owners: list[Any] = [self._jobs[int(self._rows["job"][row])] for row in gone]
-        samples = [int(self._rows["sample"][row]) for row in gone]
-        found = [self._state.experts(row) for row in gone]
-        finished = super()._retire(ended, stopped)
-        for job, sample, experts in zip(owners, samples, found, strict=True):
-            job.sequences[sample].experts = experts
-        return finished
+    def change_weights(self, decoder: Decoder, version: int) -> None:
+        note_experts(decoder)
+        super().change_weights(decoder, version)
+
+    def _labelled(self, row: int, sequence: SampledSequence) -> SampledSequence:
+        """With the experts as well. A token that was drawn elsewhere, and is read again here, keeps those that it had there."""
+        sequence, begun = super()._labelled(row, sequence), self._jobs[int(self._rows["job"][row])].request.begun
+        sequence.experts = self._state.experts(row)
+        if begun is not None and begun.experts is not None and sequence.experts is not None:
+            sequence.experts[: len(begun.experts)] = begun.experts
+        return sequence

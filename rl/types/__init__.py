@@ -21,6 +21,7 @@ from rl.types.learning import (
     OptimParams,
     TensorDtype,
 )
+from rl.types.noted import experts_as_text, experts_from_text
 from rl.types.problems import Message, Problem, StoredAnswer
 from rl.types.responses import (
     Checkpoint,
@@ -94,6 +95,8 @@ __all__ = [
     "TensorDtype",
     "TrainingRun",
     "WeightsInfoResponse",
+    "experts_as_text",
+    "experts_from_text",
 ]
 
 # Tinker's client has each of these in a submodule of its own; scripts import some of them from there.

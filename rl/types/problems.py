@@ -13,7 +13,8 @@ Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "
 class StoredAnswer:
     """An answer that was sampled and rewarded earlier. `place`: its file and line.
 
-    `prompt_tokens`, `tokens`, `logprobs` (of `tokens`, at `temperature`): as it was drawn, where the file has them.
+    `prompt_tokens`, `tokens`, `logprobs` (of `tokens`, at `temperature`): as it was drawn, where the file has them. `experts`: those of
+    each of these tokens but the last, where a run noted them (`experts_from_text` reads it).
     """
 
     reward: float
@@ -23,6 +24,7 @@ class StoredAnswer:
     logprobs: Sequence[float] | None = None
     temperature: float | None = None
     place: str = ""
+    experts: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

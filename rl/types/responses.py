@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from rl.types.noted import experts_as_text, experts_from_text
 from rl.types.training_data import TensorData
 
 StopReason = Literal["stop", "length"]
@@ -37,6 +39,16 @@ class SampledSequence:
     @property
     def logprobs_np(self) -> np.ndarray | None:
         return None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32)
+
+    def as_json(self) -> dict[str, Any]:
+        """An extension: all of it, for a checkpoint."""
+        return {**asdict(self), "experts": None if self.experts is None else experts_as_text(self.experts)}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> SampledSequence:
+        """An extension: what `as_json` gave."""
+        experts = saved.get("experts")
+        return cls(**{**saved, "experts": None if experts is None else experts_from_text(experts)})
 
 
 @dataclass(slots=True)

@@ -1,0 +1,98 @@
+"""docs/architectures.md, as results/architectures.csv says it: `python bench/architectures_page.py` writes the page anew.
+
+bench/architectures.py, which measures the table, writes the page as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TABLE, PAGE = HERE / "results" / "architectures.csv", HERE.parent / "docs" / "architectures.md"
+Row = Mapping[str, str]
+
+HEAD = """# Architectures
+
+Every causal language model of transformers that `bench/architectures.py` can build small, from its own configuration class: does the learner
+score and train it as the plain model does one sequence at a time, unpadded, in float32 (logprobs within 1e-4 nats, the gradient
+within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What is not exact is refused by name before work begins.
+`python bench/architectures.py` writes this page from `bench/results/architectures.csv`.
+
+{counts}
+
+* **learner**: the layouts in which it is trained exactly. *padded*: a row a sequence; *packed*: several in one row; *shared*: one prompt
+  read once for all its answers. `--layout auto` takes one of them. *+ recompute*: also with `--gradient-checkpointing`.
+* **sampler**: how its rows decode. *fast*: a forward of our own; *padded*: rows of any lengths side by side; *slots*: those, and a state
+  for each row; *equal*: rows of one length; *recompute*: without a cache.
+* **LoRA leaves out**: the share of the weights that `--lora-rank` leaves without an adapter: experts, unless `--train-experts` asks for
+  them, and a few tensors that are no linear layers.
+"""
+
+OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in its row (no
+position says where it begins, or a state runs on)."""
+
+
+def read(path: Path = TABLE) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole page."""
+    built = [row for row in rows if row["parameters"]]
+    trained = [row for row in built if _layouts(row)]
+    sampled = [row for row in built if row["sampler"].startswith("exact")]
+    counts = (
+        f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout at least; "
+        f"samples of {len(sampled)} are exact."
+    )
+    columns = ("architecture", "class", "layers", "learner", "sampler", "LoRA leaves out")
+    lines = [HEAD.format(counts=counts), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(map(_cell, _columns(row)))} |" for row in trained]
+    lines += ["", "## Refused, and why", ""]
+    for row in built:
+        which = {"training": "" if row in trained else _first_refusal(row), "sampling": "" if row in sampled else row["sampler"]}
+        lines += [f"* `{row['architecture']}`, {what}: {_reason(said)}" for what, said in which.items() if said]
+    lines += ["", OTHERWISE, "", "## Not built", ""]
+    lines += [f"* `{row['architecture']}`: {_reason(row['class'])}" for row in rows if not row["parameters"]]
+    return "\n".join(lines) + "\n"
+
+
+def _columns(row: Row) -> list[str]:
+    sampler = row["rows"] if row["sampler"] == "exact" else row["sampler"].replace("exact but", f"{row['rows']}, but")
+    share = f"{float(row['lora_left_out']):.1%}" if re.fullmatch(r"[\d.]+", row["lora_left_out"]) else _reason(row["lora_left_out"])
+    recompute = ["+ recompute"] if row["checkpointing"].startswith("exact") else []
+    refused = "" if row["sampler"].startswith("exact") else "refused"
+    return [f"`{row['architecture']}`", row["class"], row["layers"], " ".join([*_layouts(row), *recompute]), refused or sampler, share]
+
+
+def _layouts(row: Row) -> list[str]:
+    return [name for name in ("padded", "packed", "shared") if row[name].startswith("exact")]
+
+
+def _first_refusal(row: Row) -> str:
+    return next(row[name] for name in ("padded", "packed", "shared") if row[name])
+
+
+def _reason(text: str) -> str:
+    """Of a cell: what was said, up to its first sentence's end or 160 letters."""
+    text = re.sub(r"^refused: (UserError: )?", "", text)
+    text = re.sub(r"tiny [\w-]+ \((\w+)\)", r"\1", text)
+    short = text if len(text) <= 160 else f"{text[:160].rsplit(' ', 1)[0]} ..."
+    return short.replace("\n", " ")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")
+
+
+def main() -> None:
+    PAGE.write_text(page(read()))
+    print(f"{PAGE.name} written, {len(read())} architectures")
+
+
+if __name__ == "__main__":
+    main()

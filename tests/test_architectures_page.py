@@ -1,0 +1,39 @@
+"""docs/architectures.md is what the table says."""
+
+import csv
+from pathlib import Path
+
+from bench import architectures_page as pages
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_page_is_what_the_table_says():
+    assert (ROOT / "docs" / "architectures.md").read_text() == pages.page(pages.read()), "write it anew: python bench/architectures_page.py"
+
+
+def test_counts_and_layouts_are_those_of_the_cells():
+    """Counted from the file's text, row by row."""
+    with (ROOT / "bench" / "results" / "architectures.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    at = {name: i for i, name in enumerate(header)}
+    text = pages.page(pages.read())
+    lines = {line.split("`")[1]: line.split(" | ") for line in text.splitlines() if line.startswith("| `")}
+    exact = [row for row in rows if any(row[at[name]].startswith("exact") for name in ("padded", "packed", "shared"))]
+    assert set(lines) == {row[0] for row in exact} and len(exact) >= 60
+    assert f"{len(exact)} train exactly" in text and f"samples of {sum(row[at['sampler']].startswith('exact') for row in rows)} are" in text
+    for row in exact:
+        layouts = lines[row[0]][3].removesuffix(" + recompute").split()
+        assert layouts == [name for name in ("padded", "packed", "shared") if row[at[name]].startswith("exact")]
+        assert ("refused" in lines[row[0]][4]) == row[at["sampler"]].startswith("refused")
+    said = text.split("## Refused")[1]
+    for row in rows:
+        if row not in exact or not row[at["sampler"]].startswith("exact"):
+            assert f"* `{row[0]}`" in said, row[0]
+
+
+def test_what_is_wrong_is_never_called_exact():
+    row = dict.fromkeys(["class", "layers", "lora_left_out"], "x") | {"architecture": "one", "parameters": "5", "rows": "padded"}
+    row |= {"padded": "WRONG: 1 nats, gradient 0.5", "packed": "", "shared": "", "checkpointing": "", "sampler": "WRONG: 2 nats"}
+    text = pages.page([row])
+    assert "| `one`" not in text and "`one`, training: WRONG: 1 nats" in text and "`one`, sampling: WRONG: 2 nats" in text

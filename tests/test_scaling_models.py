@@ -1,0 +1,102 @@
+"""bench/scaling.py on mixtures and models that see: its numbers against parameters and operations that are counted."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import seeing
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.tiny_models import VOCAB, tiny_model
+from rl.memory.plan import Launch
+from rl.memory.trace import Skeleton
+from rl.types import LoraConfig
+
+REPO = Path(__file__).resolve().parent.parent
+TOKENS = 8
+
+
+@pytest.fixture
+def scaling(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPO / "bench"))
+    import scaling
+
+    yield scaling
+    for name in ("scaling", "scaling_models", "scaling_page"):
+        sys.modules.pop(name, None)
+
+
+def mixture(per_token: int):
+    model = tiny_model("qwen3_moe", num_experts_per_tok=per_token, sliding_window=None)
+    model.set_attn_implementation("eager")
+    model.config._experts_implementation = "eager"  # a matrix product an expert, which the counter sees
+    return model
+
+
+def shape_of(model, folder, lora: LoraConfig | None = None):
+    model.config.save_pretrained(folder)
+    return Skeleton(str(folder), None, lora).shape
+
+
+def counted(model, **inputs) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, tmp_path):
+    model = mixture(per_token)
+    shape = shape_of(model, tmp_path)
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert shape.parameters == sum(p.numel() for p in model.parameters()) and shape.idle == experts * (4 - per_token) // 4
+    ids = torch.arange(TOKENS)[None]
+    attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
+    table = VOCAB * shape.hidden  # rows of it are looked up, not multiplied
+    found = counted(model, input_ids=ids, use_cache=False) - attention
+    assert found == pytest.approx(2 * TOKENS * (shape.active - table), rel=0.02)  # norms are no products
+    assert found < 0.9 * 2 * TOKENS * (shape.parameters - table)
+
+
+def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path):
+    shapes = {k: shape_of(mixture(k), tmp_path / str(k)) for k in (1, 3)}
+    ids = torch.arange(TOKENS)[None]
+    more = counted(mixture(3), input_ids=ids, use_cache=False) - counted(mixture(1), input_ids=ids, use_cache=False)
+    assert more == 2 * TOKENS * (shapes[3].active - shapes[1].active) > 0
+
+
+def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tmp_path):
+    shape, load = shape_of(mixture(1), tmp_path), scaling.Load()
+    dense = replace(shape, idle=0)
+    for zero in (None, 1, 2, 3):
+        launch = Launch(cuda=True, bf16=True, world=4, zero=zero)
+        assert scaling.payload(shape, launch, 3) == scaling.payload(dense, launch, 3)
+    ddp = scaling.payload(shape, Launch(cuda=True, bf16=True, world=4), 3)
+    assert ddp["all_reduce"] == 4 * shape.parameters  # gradients of experts that nobody reached as well
+    assert scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load) == 8 * shape.idle * load.tokens
+
+
+def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, tmp_path):
+    """Its operations are counted; what joins it to the text reads one position of four, so that the model is an upper bound."""
+    _, config, tokenizer, processor, _ = seeing._qwen3_vl()
+    config.vision_config.depth = 6
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    own = shape_of(model, tmp_path / "all")
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    assert own.seeing == own.seeing_trained == tower and own.active == own.parameters - tower
+    frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
+    assert frozen.seeing == tower and frozen.seeing_trained == 0
+    side = 4  # patches: a picture of 16 x 16
+    pixels = torch.zeros(side * side, 3 * 4 * 4)
+    found = counted(model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]]))
+    assert 0.6 * 2 * tower * side**2 < found < 1.1 * 2 * tower * side**2
+    load = scaling.Load(patches=256)
+    blind = scaling.arithmetic(own, scaling.Load())
+    assert blind == 8 * own.active * load.tokens
+    assert scaling.arithmetic(own, load) - blind == 8 * tower * load.answers * 256
+    assert scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load()) == 2 * tower * load.answers * 256
