@@ -13,6 +13,7 @@ from rl.sampler.engine import Engine
 from rl.sampler.engine_paged import PagedEngine
 from rl.sampler.lengths import length_switch
 from rl.sampler.make import make_decoder
+from rl.sampler.mixed import MixedDecoder, MixedEngine
 from rl.sampler.precision import frozen_matrices, lower_frozen_
 from rl.sampler.prompt_logprobs import score
 from rl.sampler.requests import Request
@@ -22,6 +23,8 @@ from rl.sampler.weights import Unsupported
 __all__ = [
     "Decoder",
     "Engine",
+    "MixedDecoder",
+    "MixedEngine",
     "PagedEngine",
     "Request",
     "RoutedEngine",
