@@ -150,8 +150,8 @@ def test_random_workloads(seed):
     assert told == {asked[number].weights for number in answers} and max(told) > 4, "no changed weights were drawn from"
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(kernels, monkeypatch):
+@pytest.mark.parametrize("kernels, samples", [(True, 2), (False, 2), (False, 1)])
+def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(kernels, samples, monkeypatch):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load", lambda: None)
     base, decoders = family("qwen3")
@@ -160,11 +160,11 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
         if piece.trainable and "layers.0.self_attn.v_proj" in name:
             decoders[0].weights.view(name).fill_(float("nan"))
     engine = mixed(base, decoders, max_rows=4)
-    prompts = random_prompts([6, 9, 7, 8, 5, 6, 7, 10])
+    prompts = random_prompts([20, 5, 19, 7, 20, 5, 18, 9, 20, 6, 20, 8])  # the broken one's are long: what they leave is not overwritten
     params = SamplingParams(max_tokens=10)
     requests = {}
-    for i, prompt in enumerate(prompts):  # the broken one's enter again and again, and others take their places
-        request = Request(prompt=prompt, params=params, num_samples=2, problem=i, weights=(1, 0, 1, 2)[i % 4], conversation=None)
+    for i, prompt in enumerate(prompts):  # they enter again and again, and others take their places
+        request = Request(prompt=prompt, params=params, num_samples=samples, problem=i, weights=(1, 0, 1, 2)[i % 4])
         requests[engine.add(request)] = request
     found = {}
     while engine.busy:

@@ -28,8 +28,6 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do no
 class FastDecoder(FastForward, Decoder):
     """See the module; built by `from_model`, or by `fork` from another version."""
 
-    base: FastDecoder | None = None  # whose buffers all of this one's are, but for its adapters
-
     @classmethod
     def from_model(
         cls, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None, base: FastDecoder | None = None

@@ -104,7 +104,7 @@ class Engine(Conversations):
         finished: list[Finished] = []
         while self.busy:
             finished.extend(self.step())
-        return [done.response for done in sorted(finished, key=lambda done: done.request_id)]
+        return [done.given() for done in sorted(finished, key=lambda done: done.request_id)]
 
     # ------------------------------------------------------------------------------------------------------ steps
 

@@ -36,7 +36,8 @@ def make_decoder(
     where = torch.device(device) if device is not None else None
     if kind not in ("auto", "fast", "hf"):
         raise ValueError(f"kind is 'auto', 'fast' or 'hf', got {kind!r}")
-    decoder = None if kind == "hf" else _fast(model, dtype, where, kind, base if isinstance(base, FastDecoder) and weights is None else None)
+    shared = base if isinstance(base, FastDecoder) and weights is None else None
+    decoder = None if kind == "hf" else _fast(model, dtype, where, kind, shared)
     hollow = weights is not None
     if isinstance(decoder, FastDecoder):
         if weights is not None:
@@ -53,6 +54,20 @@ def make_decoder(
         generic.load_(weights)
     settle(generic, None if hollow else model)
     return generic
+
+
+def make_base(model: Any, dtype: torch.dtype | None, device: torch.device | str | None, kind: str = "auto") -> Decoder | None:
+    """A decoder of a bare model whose memory those of adapters on it share (`make_decoder`'s `base`), and a batch with them.
+
+    None where adapters on it can share neither: the hand-written decoder does not know it, or "hf" is asked for.
+    """
+    if kind == "hf":
+        return None
+    try:
+        decoder = FastDecoder.from_model(model, dtype, None if device is None else torch.device(device))
+    except Unsupported:
+        return None
+    return decoder if agrees_with(decoder, model) else None
 
 
 def _fast(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rl.errors import UserError
+from rl.sampler.cache_fast import FastState
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine import Engine
@@ -53,6 +54,13 @@ class MixedEngine(Engine):
     """An engine over such a decoder. Each request says whose it is; one whose weights give no number is alone in failing."""
 
     decoder: MixedDecoder
+    _state: FastState
+
+    @classmethod
+    def beside(cls, decoder: Decoder, **settings: Any) -> MixedEngine:
+        """An engine for all that stand on the base of `decoder`, none of them put in yet."""
+        assert isinstance(decoder.base, FastDecoder), "there is a base where `Decoder.base` says so"
+        return cls(MixedDecoder(decoder.base), **settings)
 
     def __init__(self, decoder: MixedDecoder, *args: Any, **settings: Any):
         super().__init__(decoder, *args, **settings)

@@ -56,6 +56,12 @@ class Finished:
     request_id: int
     response: SampleResponse | FloatingPointError
 
+    def given(self) -> SampleResponse:
+        """The response; raises the error."""
+        if isinstance(self.response, FloatingPointError):
+            raise self.response
+        return self.response
+
 
 @dataclass(slots=True)
 class Counters:
