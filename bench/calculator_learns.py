@@ -95,8 +95,8 @@ def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> d
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=40, help="of grpo")
-    parser.add_argument("--sft-steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=60, help="of grpo")
+    parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--digits", type=int, default=2)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
