@@ -74,6 +74,14 @@ class Renderer(ABC):
         the model has seen it, such as by a template that leaves out earlier thoughts: then `build_generation_prompt` writes it anew.
         """
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What `parse_response` takes apart: the text of sampled tokens, without what ended it."""
+        return self._decode(self._until_end(tokens)[0])
+
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that may be called."""
+        return ()
+
     def marks(self) -> tuple[str, ...]:
         """Texts with which an answer's text ends, or becomes something else: thoughts, calls of tools, another's turn."""
         return ()

@@ -89,6 +89,9 @@ class ChatTemplateRenderer(Renderer):
             return (CHANNEL, "<|end|>", "<|start|>assistant")
         return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *((CALL_BEGIN,) if self._calls_tools else ()))
 
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        return self.template_settings.get("tools") or ()
+
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._until_end(tokens)
         return self._read(self._decode(before)), ended
