@@ -16,8 +16,8 @@ Row = Mapping[str, str]
 
 HEAD = """# Architectures
 
-Every causal language model of transformers that `bench/architectures.py` can build small, from its own configuration class: does the learner
-score and train it as the plain model does one sequence at a time, unpadded, in float32 (logprobs within 1e-4 nats, the gradient
+Every causal language model of transformers that `bench/architectures.py` can build small, from its own configuration class: does the
+learner score and train it as the plain model does one sequence at a time, unpadded, in float32 (logprobs within 1e-4 nats, the gradient
 within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What is not exact is refused by name before work begins.
 `python bench/architectures.py` writes this page from `bench/results/architectures.csv`.
 
@@ -31,8 +31,8 @@ within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What i
   them, and a few tensors that are no linear layers.
 """
 
-OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in its row (no
-position says where it begins, or a state runs on)."""
+OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in its row
+(no position says where it begins, or a state runs on)."""
 
 
 def read(path: Path = TABLE) -> list[dict[str, str]]:
