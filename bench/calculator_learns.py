@@ -58,9 +58,12 @@ stages:
     max_tokens: 90
     max_turns: 3
     steps: {steps}
-    batch_size: 8
+    batch_size: 16
     group_size: 8
-    learning_rate: 1e-3
+    learning_rate: 3e-4
+    schedule: linear
+    warmup_steps: 5
+    episodes: continuous
     temperature: 1.0
     eval_every: {steps}
     eval_limit: 64
@@ -92,8 +95,8 @@ def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> d
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=15, help="of grpo")
-    parser.add_argument("--sft-steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60, help="of grpo")
+    parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--digits", type=int, default=2)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()

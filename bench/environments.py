@@ -33,8 +33,8 @@ class Game:
     bar: float
     max_tokens: int
     at_most: bool = False
-    episodes: int = 1500  # that the rule plays
-    warm_up: int = 300  # steps of each stage, and groups of a step
+    episodes: int = 4000  # that the rule plays
+    warm_up: int = 800  # steps of each stage, and groups of a step
     steps: int = 60
     groups: int = 8
     members: int = 16
@@ -47,7 +47,7 @@ class Game:
 
 GAMES = {
     # found within floor(log2 8) + 1 guesses, the environment's own limit
-    "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=200),
+    "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
     # three operators and two tries: excluding is enough, reading the failing test is better
     "debugging": Game({}, "any_fix", "correct", 0.95, 18, episodes=1000, rows=200, members=8, held_out=64),
     "tic_tac_toe": Game(
@@ -62,10 +62,10 @@ def recipe(name: str, game: Game, data: Path) -> str:
     return f"""
 stages:
   - {{method: sft, base_model: "{MODEL}", dataset: "{data}", learning_rate: 3e-3, schedule: cosine, warmup_steps: 20, beta2: 0.99,
-     steps: {game.warm_up}, batch_size: 32, eval_every: 0, save_every: 0}}
-  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, learning_rate: 2e-3, schedule: constant, warmup_steps: 5,
+     steps: {game.warm_up}, batch_size: 64, eval_every: 0, save_every: 0}}
+  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, learning_rate: 1e-3, schedule: linear, warmup_steps: 5,
      steps: {game.steps}, batch_size: {game.groups}, group_size: {game.members}, advantage: mean_std,
-     eval_every: {game.steps}, eval_limit: {game.held_out}, save_every: 0, rollouts_every: 0}}
+     eval_every: {game.steps}, eval_limit: {game.held_out}, save_every: 0, rollouts_every: 0, episodes: continuous}}
 max_tokens: {game.max_tokens}
 temperature: 1.0
 """

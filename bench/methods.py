@@ -88,7 +88,7 @@ METHODS = {
         "addition_rlhf",
         (Check("reward_model", PAIRS, 0.9), Check("rlhf", LEARNED, nearly_right_sums), Check("rlhf", HELD_OUT, 0.8)),
     ),
-    "code": Learner("oneliners", (Check("grpo", HELD_OUT, 0.6),)),
+    "code": Learner("oneliners", (Check("grpo", HELD_OUT, 0.9),)),
     "offline": Learner("addition_offline", (Check("offline", HELD_OUT, better_than_its_data),)),
     "distill": Learner(
         "addition_distill",

@@ -242,7 +242,7 @@ MUTANTS = [
       "images"),
     M("rl/sampler/cache_padded.py", "positions = lengths + torch.from_numpy(self.shifts[self.prompt_of_row])", "positions = lengths",
       "positions after an image count tokens", "images"),
-    M("rl/sampler/engine.py", "request.scores(), tuple(request.images)),", "request.scores()),",
+    M("rl/sampler/requests.py", "asked, tuple(self.images), self.weights", "asked, (), self.weights",
       "two prompts that differ in their images alone share one", "images"),
     # episodes
     M("rl/episodes/datums.py", "mask = np.asarray(self.mask[1:], dtype=np.float32)", "mask = np.asarray(self.mask[:-1], dtype=np.float32)",

@@ -1,11 +1,11 @@
 """How long `train.py ... --plan` takes, the whole command: Python's start, imports, the model without weights, the page.
 
-    python bench/plan_seconds.py                                  # rows of this checkout into bench/results/plan_seconds.csv
-    python bench/plan_seconds.py --tree ../before --label before  # of another checkout, with this one's Python
+    python bench/plan_seconds.py                          # of this checkout, into bench/results/plan_seconds.csv
+    python bench/plan_seconds.py --beside before=../old   # and of another one, with this one's Python, the two in turns
 
-Each case is run `--times` times, in turn with the others; `seconds` is the least wall clock of them and `cpu_seconds` the least of
-user and system time. `peak` is the plan's verdict, so that one sees whether two checkouts say the same. Models are their configs
-alone, at their published sizes. Rows of other labels stay in the table.
+Each case is run `--times` times; `seconds` is the least wall clock of them and `cpu_seconds` the least of user and system time. `peak`
+is the plan's verdict, so that one sees whether two checkouts say the same. Models are their configs alone, at their published sizes.
+Rows of other cases stay in the table.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,38 +68,40 @@ def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=HERE.parent, help="the checkout whose train.py is run")
-    parser.add_argument("--label", default="now")
-    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--beside", metavar="LABEL=CHECKOUT", nargs="+", default=[])
+    parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--launches", nargs="+", choices=list(LAUNCHES), default=list(LAUNCHES))
     args = parser.parse_args()
-    kept: list[dict[str, Any]] = []
-    if TABLE.is_file():
-        with TABLE.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["checkout"] != args.label or row["model"] not in args.only]
-    best: dict[tuple[str, str], tuple[float, float, str]] = {}
+    trees = {"now": HERE.parent, **{word.partition("=")[0]: Path(word.partition("=")[2]).resolve() for word in args.beside}}
     with tempfile.TemporaryDirectory(prefix="plan_seconds-") as parent:
         from transformers import AutoConfig
 
         for name in args.only:
             kind, numbers = MODELS[name]
             AutoConfig.for_model(kind, **numbers).save_pretrained(Path(parent) / name)
-        for _ in range(args.times):
-            for name in args.only:
-                for launch in LAUNCHES:
-                    seconds, cpu, verdict = one(args.tree.resolve(), Path(parent) / name, launch)
-                    least = best.get((name, launch), (seconds, cpu, verdict))
-                    best[name, launch] = min(seconds, least[0]), min(cpu, least[1]), verdict
-                    print(f"{name}, {launch}: {seconds:.1f} s, {cpu:.1f} s of CPU, {verdict}", flush=True)
-    found = [
-        {"model": name, "launch": launch, "checkout": args.label, "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1),
-         "peak": verdict, "machine": machine()}
-        for (name, launch), (seconds, cpu, verdict) in best.items()
-    ]  # fmt: skip
-    order, launches = list(MODELS), list(LAUNCHES)
-    rows = sorted([*kept, *found], key=lambda row: (order.index(row["model"]), launches.index(row["launch"]), row["checkout"]))
-    write_table(TABLE, rows)
+        for name, launch in product(args.only, args.launches):
+            best: dict[str, tuple[float, float, str]] = {}
+            for label, tree in list(trees.items()) * args.times:
+                seconds, cpu, verdict = one(tree, Path(parent) / name, launch)
+                least = best.get(label, (seconds, cpu, verdict))
+                best[label] = min(seconds, least[0]), min(cpu, least[1]), verdict
+                print(f"{name}, {launch}, {label}: {seconds:.1f} s, {cpu:.1f} s of CPU, {verdict}", flush=True)
+            keep(name, launch, best)
     return 0
+
+
+def keep(name: str, launch: str, found: dict[str, tuple[float, float, str]]) -> None:
+    """Puts a case's rows into the table, in place of those that it has."""
+    rows: list[dict[str, Any]] = []
+    if TABLE.is_file():
+        with TABLE.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if (row["model"], row["launch"]) != (name, launch)]
+    for label, (seconds, cpu, verdict) in found.items():
+        figures = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak": verdict}
+        rows.append({"model": name, "launch": launch, "checkout": label, **figures, "machine": machine()})
+    order, launches = list(MODELS), list(LAUNCHES)
+    write_table(TABLE, sorted(rows, key=lambda row: (order.index(row["model"]), launches.index(row["launch"]), row["checkout"])))
 
 
 if __name__ == "__main__":

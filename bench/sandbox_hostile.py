@@ -76,6 +76,7 @@ def beside(sandbox: Sandbox, neighbour: str, rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--part", choices=["table", "neighbours"], default="table")
     parser.add_argument("--out", default="")
     given = parser.parse_args()
@@ -84,11 +85,12 @@ def main() -> None:
         programs = {p.name: p.text for p in hostile() if p.style == "dialogue"}
         for name in NEIGHBOURS if given.part == "neighbours" else ():
             polite, rude = [], []
-            for _ in range(3):  # in turns, so that what else the machine does meets both
+            for _ in range(given.turns):  # in turns, so that what else the machine does meets both
                 polite.append(beside(sandbox, "while True: pass", given.rounds))
                 rude.append(beside(sandbox, programs[name], given.rounds))
             ratio = statistics.median(rude) / statistics.median(polite)
-            rows.append({"neighbour": name, "rounds": 3 * given.rounds, "beside_a_busy_loop_s": round(statistics.median(polite), 3),
+            rows.append({"neighbour": name, "rounds": given.turns * given.rounds,
+                         "beside_a_busy_loop_s": round(statistics.median(polite), 3),
                          "beside_it_s": round(statistics.median(rude), 3), "ratio": round(ratio, 3)})  # fmt: skip
             print(rows[-1], flush=True)
     if given.out:

@@ -1,4 +1,4 @@
-"""What a server bears, on loopback: `python bench/serving.py fuzz|body|connections|kill|load [--count N]`.
+"""What a server bears, on loopback: `python bench/serving.py fuzz|body|connections|kill|load|load-20M|mix [--count N]`.
 
 Rows go to bench/results/serving.csv.
 
@@ -7,7 +7,8 @@ body         one of so many MiB, announced and not: refused, and the server has 
 connections  so many open at once, each asking; the server answers a client beside them
 kill         SIGKILL between two updates of a --durable server, restarted with --resume: the same weights as one that was left alone
 load         tokens/s of so many concurrent samples over the wire beside one in-process `sample_many`; what a forward_backward call costs
-             beside the one in this process
+             beside the one in this process. load-20M: of a model of 20M weights, where load's has 0.1M
+mix          so many adapters on one base of 20M weights: drawn from in one batch, and one after the other
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -36,8 +38,9 @@ sys.path.insert(0, str(REPO))
 class Server:
     """serve.py in a process of its own."""
 
-    def __init__(self, folder: Path, *flags: str):
-        command = [sys.executable, str(REPO / "serve.py"), "--base-model", BASE, "--port", "0", "--output-dir", str(folder), *flags]
+    def __init__(self, folder: Path, *flags: str, base: str = BASE):
+        self.base = base
+        command = [sys.executable, str(REPO / "serve.py"), "--base-model", base, "--port", "0", "--output-dir", str(folder), *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split(" at ")[1].strip()
@@ -54,7 +57,7 @@ class Server:
 
     def model(self) -> str:
         self.session = self.post("create_session", tags=[])["session_id"]
-        fields = {"session_id": self.session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}
+        fields = {"session_id": self.session, "model_seq_id": 0, "base_model": self.base, "lora_config": {"rank": 4, "seed": 7}}
         return self.wait(self.post("create_model", **fields)).json()["model_id"]
 
     def learn(self, model: str, seq: int, rows: list[list[int]]) -> dict:
@@ -164,42 +167,71 @@ def kill(folder: Path, count: int) -> dict[str, str]:
     return {"updates": str(count), "equal": str(seen == expected)}
 
 
-def load(folder: Path, count: int) -> dict[str, str]:
+def cpu_seconds(process: int) -> float:
+    """Of all its threads, by the kernel's clock of 1/100 s."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def made_base(folder: Path) -> str:
+    """A random Llama of 20M weights over characters, as a folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rl.models import load_tokenizer
+
+    tokenizer, sizes = load_tokenizer(BASE), {"hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 7, "num_key_value_heads": 7, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def load_of_20m(folder: Path, count: int) -> dict[str, str]:
+    return load(folder, count, made_base(folder.parent / "base"))
+
+
+def load(folder: Path, count: int, base: str = BASE) -> dict[str, str]:
+    """Seconds of the wall, which hang on what else the machine does, and of CPU, which do not."""
     from rl.clients import ServiceClient
     from rl.sampler import Request
     from rl.types import Datum, ModelInput, SamplingParams
 
     tokens, rows = 64, rows_of(16, 256)
-    server = Server(folder)
+    server = Server(folder, base=base)
     model = server.model()
     sampler = server.wait(server.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)).json()
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
 
-    async def wave(begin: int) -> float:
+    async def wave(begin: int) -> tuple[float, float]:
         params = {"max_tokens": tokens, "stop": []}
-        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=300) as client:
-            start = time.perf_counter()
+        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=600) as client:
+            start, used = time.perf_counter(), cpu_seconds(server.process.pid)
 
             async def one(i: int) -> None:
                 prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}
                 fields = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": begin + i, "prompt": prompt}
                 asked = (await client.post("/asample", json={**fields, "sampling_params": params})).json()
-                answer = await client.post("/retrieve_future", json={"request_id": asked["request_id"]})
+                answer = None
+                while answer is None or answer.status_code == 408:
+                    answer = await client.post("/retrieve_future", json={"request_id": asked["request_id"]})
                 assert len(answer.json()["sequences"][0]["tokens"]) == tokens
 
             await asyncio.gather(*(one(i) for i in range(count)))
-            return count * tokens / (time.perf_counter() - start)
+            return time.perf_counter() - start, cpu_seconds(server.process.pid) - used
 
     with ServiceClient(output_dir=folder / "here") as service:
-        client = service.create_lora_training_client(BASE, 4, 7)
+        client = service.create_lora_training_client(base, 4, 7)
         own = client.save_weights_and_get_sampling_client()
         params = SamplingParams(tokens, stop=[])
         there, here, calls, mine = [], [], [], []
         for turn in range(4):  # in pairs, one after the other; the first warms up
             there.append(asyncio.run(wave(turn * count)))
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             own.sample_many([Request(prompt=[4, 5 + i], params=params, seed=turn, problem=i) for i in range(count)]).result()
-            here.append(count * tokens / (time.perf_counter() - begin))
+            here.append((time.perf_counter() - begin, time.process_time() - used))
             begin = time.perf_counter()
             server.wait(server.learn(model, turn + 2, rows))
             calls.append(time.perf_counter() - begin)
@@ -207,13 +239,45 @@ def load(folder: Path, count: int) -> dict[str, str]:
             client.forward_backward(data, "cross_entropy").result()
             mine.append(time.perf_counter() - begin)
     server.stop()
-    share, more = np.median(np.divide(there[1:], here[1:])), np.median(np.subtract(calls[1:], mine[1:]))
-    said = {"wire tokens/s": f"{np.median(there[1:]):.0f}", "in-process tokens/s": f"{np.median(here[1:]):.0f}", "share": f"{share:.2f}"}
+    share, work = (np.median([h[k] / t[k] for h, t in zip(here[1:], there[1:], strict=True)]) for k in (0, 1))
+    wire, process = (count * tokens / np.median([seconds for seconds, _ in taken[1:]]) for taken in (there, here))
+    more = np.median(np.subtract(calls[1:], mine[1:]))
+    said = {"wire tokens/s": f"{wire:.0f}", "in-process tokens/s": f"{process:.0f}", "share": f"{share:.2f}", "share of CPU": f"{work:.2f}"}
+    said |= {"load of the machine": f"{os.getloadavg()[0]:.1f}"}
     return {**said, "call of 4096 tokens, more ms": f"{more * 1e3:.1f}", "in-process ms": f"{np.median(mine[1:]) * 1e3:.0f}"}
+
+
+def mix(folder: Path, count: int) -> dict[str, str]:
+    """CPU seconds of `count` adapters that draw 8 samples each: in one batch, and one after the other."""
+    from rl.clients import SampleStream, ServiceClient, WorkerSettings
+    from rl.sampler import Request
+    from rl.types import SamplingParams
+
+    base, found = made_base(folder.parent / "base"), {"mixed": [], "by turns": []}
+    with ServiceClient(output_dir=folder, settings=WorkerSettings(share_bases=True)) as service:
+        models = [service.create_lora_training_client(base, 4 + 4 * (i % 3), i) for i in range(count)]
+        clients = [model.save_weights_and_get_sampling_client() for model in models]
+        params = SamplingParams(64, stop=[])
+        asked = [[Request(prompt=[4, 5 + j], params=params, seed=i, problem=j) for j in range(8)] for i in range(count)]
+        for _ in range(3):
+            used = time.process_time()
+            with SampleStream(clients[0], mixed=True) as stream:
+                for client, requests in zip(clients, asked, strict=True):
+                    for request in requests:
+                        stream.add(request, client)
+                while stream.busy:
+                    stream.slice()
+            found["mixed"].append(time.process_time() - used)
+            used = time.process_time()
+            for client, requests in zip(clients, asked, strict=True):
+                client.sample_many(requests).result()
+            found["by turns"].append(time.process_time() - used)
+    return {f"CPU seconds, {name}": f"{np.median(taken[1:]):.2f}" for name, taken in found.items()}
 
 
 def main() -> None:
     cases = {"fuzz": (fuzz, 10_000), "body": (body_size, 2048), "connections": (connections, 1000), "kill": (kill, 3), "load": (load, 64)}
+    cases |= {"load-20M": (load_of_20m, 64), "mix": (mix, 8)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)

@@ -10,12 +10,19 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conversations import RENDERERS, check, check_canonical, load  # noqa: E402
+
+
+def parts(count: int, most: int = 50) -> list[int]:
+    """`count` in parts of at most `most`."""
+    return [min(most, count - begun) for begun in range(0, count, most)]
+
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--conversations", type=int, default=1000)
@@ -30,7 +37,9 @@ if __name__ == "__main__":
     for name in args.renderers:
         begin = time.perf_counter()
         renderer = load(name, folder)
-        found = check(name, renderer, args.conversations)
+        found: Counter[str] = Counter()
+        for seed, count in enumerate(parts(args.conversations)):  # all of a part are under way at once, each in a thread of its own
+            found.update(check(name, renderer, count, seed))
         compared = check_canonical(name, renderer, args.conversations // 4)
         figures = [*found.values(), compared, round(time.perf_counter() - begin, 1)]
         lines.append(",".join([f'"{name}"', *map(str, figures)]))

@@ -164,7 +164,7 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
     Returns how many conversations, turns, datums, and prompts that were written anew there were.
     """
     sampler = Writer(renderer, seed, ascii_only="characters" in name)
-    found = rollout(groups(renderer, name, count), sampler, PARAMS, seed=seed)
+    found = rollout(groups(renderer, name, count, first=1000 * seed), sampler, PARAMS, seed=seed)
     assert not found.errors, found.errors[:3]
     turns = datums = anew = 0
     drawn = {tuple(tokens) for tokens in sampler.drawn}

@@ -176,7 +176,7 @@ def test_a_bad_row_is_named_by_file_and_line_and_may_be_skipped(tmp_path, caplog
     with pytest.raises(ValueError) as error:
         load_problems(path)
     assert f"rows.jsonl {BAD_LINES[line]}" in str(error.value) and "1 bad rows beside 2 good" in str(error.value)
-    assert "on_bad_row='skip'" in str(error.value)
+    assert "leave them out with on_bad_row skip" in str(error.value)
     with caplog.at_level(logging.WARNING):
         assert indices(load_problems(path, on_bad_row="skip")) == [0, 1]
     assert f"rows.jsonl {BAD_LINES[line]}" in caplog.text
@@ -284,6 +284,12 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
     one = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])  # a row that has it, and seven that lack it
     with pytest.raises(ValueError, match="1 bad rows beside 7 good"):
         load_problems(one, response_column="solution")
+    asked = write(tmp_path / "asked.jsonl", [{"level": 1, "query": "1+1", "answer": "2"}] * 3)
+    with pytest.raises(ValueError, match=r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say prompt_column query"):
+        load_problems(asked)
+    asked.write_text(asked.read_text() + '{"query": ')  # and a line that is no JSON is not the first thing to say
+    with pytest.raises(ValueError, match=r"no column 'prompt' .* say prompt_column query.*1 more is bad for other reasons"):
+        load_problems(asked)
     stored = write(tmp_path / "stored.jsonl", [{"prompt": "x", "response": "y", "reward": 1}] * 3)
     with pytest.raises(ValueError, match=r"no column 'rewrd' \(reward_column\) in any of 3 rows.*did you mean 'reward'"):
         load_rollouts(stored, reward_column="rewrd")

@@ -14,13 +14,18 @@ from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 from serving import BASE, server  # noqa: E402
 
 from rl.models import load_tokenizer  # noqa: E402
-from rl.renderers import StopsAt, get_renderer, opens_thoughts, parse_begun  # noqa: E402
+from rl.renderers import StopsAt, get_renderer, opens_thoughts, shown  # noqa: E402
+from rl.renderers.call_forms import form_of  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 ASK = [{"role": "user", "content": "Hello?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}]
+PROPERTIES = {"a": {"type": "integer"}, "text": {"type": "string"}}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": PROPERTIES}}}
+]
+BY_PARTS = "<tool_call>\n<function=add>\n{}</function>\n</tool_call>"
 ANSWERS = [
     "It is so, and so it goes on.",
     "  Spaces,\n\nlines \n",
@@ -32,6 +37,16 @@ ANSWERS = [
     f"<think>so</think>\n\nI call.\n\n{CALL}\n{CALL}",
     f"Call {CALL} and text behind it.",
     "A broken <tool_call>{no json}</tool_call> call, and more.",
+    'Nested <tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "}</tool_call> \\" 🙂"}], "c": {}}}\n</tool_call>',
+    'Turned round <tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>\n' + CALL,
+    'Cut off <tool_call>\n{"name": "add", "arguments": {"text": "half of i',
+    'No name yet <tool_call>\n{"name": "ad',
+    'Broken inside <tool_call>\n{"name": "add", "arguments": {"a": 1, b}}\n</tool_call> and on',
+    f"<think>I would {CALL} but no</think>\n\nNo.",
+    f"<think>It calls and does not end its thoughts {CALL}",
+    "By parts\n\n" + BY_PARTS.format("<parameter=a>\n12\n</parameter>\n<parameter=text>\nfirst\n<second> 🙂\n\n</parameter>\n"),
+    BY_PARTS.format("") + "\n" + BY_PARTS.format("<parameter=text>\n\n</parameter>\n"),
+    "<tool_call>\n<function=add>\n<parameter=text>\nhalf of i",
     "a < b, <th>, <tool, <<think",
     "Stop here: lo and behold",
     "User: no. \n\nUser: me",
@@ -48,19 +63,58 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(shared_data, name, to
     renderer = StopsAt(base.with_tools(TOOLS) if with_tools else base, ["lo and", "zz"])
     within = opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
     assert not within
-    shown = 0
+    begun = 0
     for text in ANSWERS:
         for pieces in ([text], list(text)):
             tokens = [token for piece in pieces for token in base.tokenizer.encode(piece, add_special_tokens=False)]
-            whole, before = renderer.parse_response(tokens)[0], {"content": "", "reasoning_content": ""}
-            for k in range(len(tokens)):
-                found = parse_begun(renderer, tokens[:k], within)
-                for field, earlier in before.items():
-                    now = str(found.get(field) or "")
-                    assert now.startswith(earlier) and str(whole.get(field) or "").startswith(now), (text, k, field)
-                    before[field] = now
-            shown += bool(before["content"])
-    assert shown >= len(ANSWERS), "next to nothing is ever certain"
+            last = check_prefixes(renderer, tokens, within, text)
+            whole = renderer.parse_response(tokens)[0]
+            if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:  # all is well: the same as is trained on
+                assert told(last) == told(whole), text
+            begun += bool(seen(renderer, tokens[:-1], within)["content"])
+    assert begun >= len(ANSWERS), "next to nothing is ever certain"
+
+
+def seen(renderer, tokens, within, ended=False):
+    found = shown(renderer, tokens, within, ended)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.get("tool_calls", ())]
+    return {"content": found["content"], "reasoning_content": found.get("reasoning_content") or "", "calls": calls}
+
+
+def told(message):
+    calls = [call["function"] if isinstance(call, dict) else {"name": call[0], "arguments": json.loads(call[1])}
+             for call in message.get("calls", message.get("tool_calls", ()))]  # fmt: skip
+    return message["content"], message.get("reasoning_content") or "", calls
+
+
+def check_prefixes(renderer, tokens, within, text):
+    """What is shown of each prefix goes on from what was shown before; the whole answer back."""
+    whole = seen(renderer, tokens, within, ended=True)
+    before = seen(renderer, [], within)
+    for k in range(1, len(tokens) + 1):
+        now = seen(renderer, tokens[:k], within) if k < len(tokens) else whole
+        for later in (now, whole):
+            assert all(later[name].startswith(before[name]) for name in ("content", "reasoning_content")), (text, k, before, later)
+            assert len(later["calls"]) >= len(before["calls"]), (text, k, before, later)
+            for (name, arguments), (then, longer) in zip(before["calls"], later["calls"], strict=False):
+                assert name == then and longer.startswith(arguments), (text, k, before, later)
+        before = now
+    return whole
+
+
+def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
+    """Token by token, and not when they are whole."""
+    renderer = get_renderer("chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))).with_tools(TOOLS)
+    for text, part in ((ANSWERS[7], "calls"), (ANSWERS[3], "reasoning_content"), ("<think>\none two three four", "reasoning_content")):
+        tokens = [token for piece in text for token in renderer.tokenizer.encode(piece, add_special_tokens=False)]
+        stages = {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
+        assert len(stages) > 4, (text, stages)
+    long = '<tool_call>\n{"name": "add", "arguments": {"text": "' + "word " * 30 + '"}}\n</tool_call>'
+    tokens = renderer.tokenizer.encode(long, add_special_tokens=False)
+    assert len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))}) > 30
+    by_parts = "<tool_call>\n<function=add>\n<parameter=text>\n" + "word " * 30 + "\n</parameter>\n</function>\n</tool_call>"
+    tokens = renderer.tokenizer.encode(by_parts, add_special_tokens=False)
+    assert len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))}) > 30
 
 
 CHANNELS = (
@@ -73,6 +127,8 @@ IN_CHANNELS = [
     "<|channel|>analysis<|message|>hm, 🙂<|end|><|start|>assistant<|channel|>final<|message|>Yes. <|e",
     "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>I call.<|end|><|start|>assistant"
     ' to=functions.f<|channel|>commentary json<|message|>{"a": 2}',
+    "<|channel|>commentary to=functions.f<|message|>no object",
+    '<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{"text": "so and so"}',
 ]
 
 
@@ -84,22 +140,62 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
     renderer = get_renderer("chat_template", tokenizer)
     for text in IN_CHANNELS:
         tokens = [token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)]
-        whole, shown = renderer.parse_response(tokens)[0], []
-        for k in range(len(tokens)):
-            found = parse_begun(renderer, tokens[:k], False)
-            for name in ("content", "reasoning_content"):
-                assert str(whole.get(name) or "").startswith(str(found.get(name) or "")), (text, k, name)
-            shown.append(found["content"])
-        assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False)) and shown[-1]
+        stages = [seen(renderer, tokens[:k], False) for k in range(len(tokens))]
+        whole = check_prefixes(renderer, tokens, False, text)
+        assert not any("<|" in str(stage) for stage in stages)
+        message = renderer.parse_response(tokens)[0]
+        if not message.get("unparsed_tool_calls"):
+            assert told(whole) == told(message) and any(stages[-1].values())
+    assert len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))}) > 5  # of the last one
 
 
-def test_thoughts_that_the_prompt_opened_are_held_until_they_end(shared_data):
+FORMS = {  # what tells the form in a template, and answers in it
+    "{{- '<|tool_call>call:' + name }}": [
+        'I call.\n<|tool_call>call:add{a:12,text:<|"|>so }<|"|>}<tool_call|>',
+        "<|tool_call>call:add{a:1",
+        "A<|tool_call>call:add{a:1}<tool_call|> B <|tool_call>broken<tool_call|>",
+    ],
+    '{{- "<|tool_call_start|>[" + calls }}': [
+        "I call. <|tool_call_start|>[add(a=1, text='b'), add()]<|tool_call_end|>\n",
+        "<|tool_call_start|>[ad",
+    ],
+    "<tool_call>{name}<arg_key>": [
+        "\n<tool_call>add<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
+        "So <tool_call>add<arg_key>",
+    ],
+    """{{- '"parameters": ' }}""": [
+        '{"name": "add", "parameters": {"a": 1}}',
+        '{"name": "add"',
+        '<|python_tag|>add.call(a="b")',
+        '{"a": 1}',
+        "a {",
+    ],
+}
+
+
+@pytest.mark.parametrize("sign", FORMS)
+def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sign):
+    """No part of a call is ever shown as text; when all has ended, what is said and called is what a reward reads."""
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
+    renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
+    renderer._form = form_of(sign)
+    for wrapped in (renderer, StopsAt(renderer, ["zz"])):
+        for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
+            tokens = [token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)]
+            whole = check_prefixes(wrapped, tokens, False, text)
+            stages = [seen(wrapped, tokens[:k], False) for k in range(len(tokens))]
+            assert not any("add" in stage["content"] or stage["calls"] for stage in stages)
+            assert told(whole) == told(wrapped.parse_response(tokens)[0]), text
+
+
+@pytest.mark.parametrize("text, content, thoughts", [("so, a", "", "so, a"), ("so</think>\n\nYes", "Yes", "so"), ("<think>so", "", "so")])
+def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content, thoughts):
     renderer = get_renderer("chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3")))
     prompt = [*renderer.build_generation_prompt(ASK).to_ints(), *renderer.encode("x"), *renderer.tokenizer.encode("<think>\n")]
     assert opens_thoughts(renderer, prompt) and not opens_thoughts(renderer, [*prompt, *renderer.tokenizer.encode("</think>")])
-    for text, content, thoughts in (("so, a", "", None), ("so</think>\n\nYes", "Yes", "so")):
-        found = parse_begun(renderer, renderer.tokenizer.encode(text), True)
-        assert (found["content"], found.get("reasoning_content")) == (content, thoughts)
+    tokens = [token for piece in text for token in renderer.tokenizer.encode(piece)]
+    found = check_prefixes(renderer, tokens, True, text)
+    assert (found["content"], found["reasoning_content"]) == (content, thoughts)
 
 
 def events(http, path, body):
@@ -134,7 +230,7 @@ def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
     assert pieces == ["I", "t", " i", "s", " s", "o", "."] and waited == [True] * len(pieces)
 
 
-@pytest.mark.parametrize("text", ANSWERS)
+@pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))
 def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     desk = ScriptedDesk(lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     endpoint = Endpoint(desk)
@@ -150,8 +246,14 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     message = whole["message"]
     for field in ("content", "reasoning_content"):
         assert "".join(one["delta"].get(field) or "" for one in found) == (message.get(field) or "")
-    calls = [call["function"] for one in found for call in one["delta"].get("tool_calls", [])]
-    assert calls == [call["function"] for call in message.get("tool_calls", [])]
+    calls = []
+    for call in [call for one in found for call in one["delta"].get("tool_calls", [])]:
+        if call["index"] == len(calls):
+            calls.append({"id": call["id"], "type": call["type"], "name": call["function"]["name"], "arguments": ""})
+        calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    whole_calls = [{**call["function"], "type": "function"} for call in message.get("tool_calls", [])]
+    assert [{key: value for key, value in call.items() if key != "id"} for call in calls] == whole_calls
+    assert len({call["id"] for call in calls}) == len(calls)
     assert [one["finish_reason"] for one in found] == [None] * (len(found) - 1) + [whole["finish_reason"]]
     assert [token for one in found for token in one.get("token_ids", [])] == whole["token_ids"]
     assert [entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]] == whole["logprobs"]["content"]

@@ -191,32 +191,19 @@ def test_ends_of_guess_number(guess, correct):
     ],
 )
 def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
-    """Conversations that the policy would have had: each begins as the one before it in its seat goes on."""
+    """The conversations that the policy would have had, each seat's whole."""
     spec = resolve_environment(name, **settings)
     rows = [row["messages"] for row in played(spec, player, 30)]
-    assert all(row[-1]["role"] == "assistant" and row[0]["role"] == "user" for row in rows)
+    for row in rows:
+        assert [message["role"] for message in row] == ["user", "assistant"] * (len(row) // 2)
     assert rows == [row["messages"] for row in played(spec, player, 30)] != [row["messages"] for row in played(spec, player, 30, seed=1)]
-    first = [row for row in rows if len(row) == 2]
-    assert len(first) == 30 * (2 if settings.get("opponent") == "policy" or name == "debate" else 1)
+    seats = 2 if settings.get("opponent") == "policy" or name == "debate" else 1
+    assert len(rows) == 30 * seats
     renderer = get_renderer("plain", TOKENIZER)
     for row in rows[:20]:
         renderer.build_supervised_example(row)
     if moves is not None:
-        counts = {len(game) for game in games_of(rows, by_seats=2 if len(first) > 30 else 1)}
-        assert counts <= moves
-
-
-def games_of(rows, by_seats):
-    """The rows of each game; a row of two messages begins a seat's."""
-    found, begun = [], by_seats
-    for row in rows:
-        if len(row) == 2:
-            begun += 1
-            if begun > by_seats:
-                found.append([])
-                begun = 1
-        found[-1].append(row)
-    return found
+        assert {sum(len(row) // 2 for row in rows[game : game + seats]) for game in range(0, len(rows), seats)} <= moves
 
 
 def test_what_is_asked_for_wrongly_is_named():

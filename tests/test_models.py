@@ -9,7 +9,8 @@ from helpers import call, make_worker, random_datums
 from sampler_models import VOCAB, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from rl.models.load import load_model
+from rl.errors import UserError
+from rl.models.load import load_model, load_skeleton
 from rl.types import LoraConfig
 
 
@@ -64,3 +65,10 @@ def test_a_softcap_holds_in_the_fused_head_too(fused, tmp_path):
     expected = logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
     np.testing.assert_allclose(out[0]["logprobs"], expected, atol=1e-5)
     np.testing.assert_allclose(out[0]["entropy"], -(logp.exp() * logp).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("load", [load_model, load_skeleton])
+def test_without_the_hub_a_model_that_is_not_cached_says_why(load, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models can be had\)"):
+        load("nobody/nothing")

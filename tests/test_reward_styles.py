@@ -59,6 +59,18 @@ FILE = """
     def two(prompt, response):
         return 1.0
 
+    from rl.rewards import register_reward
+
+    @register_reward("whole", episode=True)
+    def whole(episode, meta):
+        (turn,) = episode.turns
+        assert episode.messages[-1]["content"] == turn.response and turn.tokens > 0
+        return float(turn.response == str(meta["answer"]))
+
+    @register_reward("whole_and_broken", episode=True)
+    def whole_and_broken(episode, meta):
+        return episode.colour
+
     def nan(prompt, response, meta):
         return float("nan")
 """
@@ -163,6 +175,9 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
         tried(f"{file}:needs_gold")
     with pytest.raises(UserError, match="(?s)tried on their own answers of 6 rows of sums.*KeyError: 'colour'"):
         tried(f"{file}:breaks")
+    assert tried(f"{file}:whole") == []
+    with pytest.raises(UserError, match="(?s)tried on their own answers.*AttributeError"):
+        tried(f"{file}:whole_and_broken")
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]
     with pytest.raises(UserError, match="no answer to compare with"):
         tried("exact_match", bare)

@@ -195,7 +195,7 @@ def test_bfloat16_decoder_stays_close_to_float32():
     responses = [[random_prompts([10], seed=9)[0]] * 2]
     exact = plain_logits(model, prompts[0], responses[0][0]).log_softmax(-1)
     rounded = make_decoder(model, dtype=torch.bfloat16)
-    assert rounded.embed_VE.dtype == torch.bfloat16
+    assert rounded.embed.weight_VE.dtype == torch.bfloat16
     for got in teacher_forced(rounded, prompts, responses):
         kl = (exact.exp() * (exact - got.float().log_softmax(-1))).sum(-1)
         assert kl.max() < 0.01

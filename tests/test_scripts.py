@@ -286,7 +286,8 @@ def test_samples_have_the_logprobs_of_the_saved_weights(run: Path):
 def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path: Path):
     rows = [{"q": "12+34", "a": "46"}, {"q": "20+30", "a": "50"}, {"q": "11+11", "a": "22"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--dataset", tmp_path / "rows.jsonl", "--prompt-column", "q", "--answer-column", "a", "--prompt-suffix", "=", "--temperature", 0]
+    columns = ["--prompt-column", "q", "--answer-column", "a", "--prompt-suffix", "="]
+    words = ["--dataset", tmp_path / "rows.jsonl", *columns, "--temperature", 0]
     done = script("sample.py", run, *words, "--limit", 2, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     asked = script("sample.py", run, "--prompt", "12+34=", "20+30=", "--temperature", 0, cwd=run.parent)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from seeing import chunk, spelt
-from serving import BASE, PROTOBUF, Wire, server
+from serving import BASE, PROTOBUF, Wire, datum_message, server
 
 from rl.clients import ServiceClient, WorkerSettings
 from rl.images import reader_of
@@ -479,3 +479,27 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
     asyncio.run(asked_twice())
     gc.collect()
     assert complaints == []
+
+
+def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
+    zstandard = pytest.importorskip("zstandard", reason="pip install -r requirements-serve.txt")
+    with server(tmp_path, body_bytes=1 << 20) as served:
+        client = Wire(served)
+        client.open()
+        model, other, data = client.model(0), client.model(1), rewarded(3)
+        message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=1, loss_fn="importance_sampling")
+        message.data.extend(datum_message(one) for one in data)
+
+        def send(body: bytes, encoding: str = "zstd"):
+            headers = {"content-type": PROTOBUF, "content-encoding": encoding}
+            return client.http.post("/api/v1/forward_backward", content=body, headers=headers)
+
+        packed = zstandard.compress(message.SerializeToString())
+        found = client.output(send(packed).json())
+        assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, done once
+        plain = client.output(client.ask(other, 1, data, "importance_sampling"))
+        assert found[1] == plain[1] and all((a == b).all() for a, b in zip(found[0], plain[0], strict=True))
+        assert send(zstandard.compress(bytes(1 << 28))).status_code == 413  # 256 MiB in 10 KB
+        assert [send(body).status_code for body in (b"none", packed[:-9], b"")] == [400] * 3
+        assert send(packed, "br").status_code == 415
+        assert client.post("client/config")["proto_compress_fwdbwd"] is False  # on loopback

@@ -67,6 +67,11 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         return self._created.result()["version"]
 
     @property
+    def mixes(self) -> int | None:
+        """An extension: clients of one number can be drawn from in one batch (`SampleStream(mixed=True)`); None: by itself alone."""
+        return self._created.result().get("mixes")
+
+    @property
     def sync_seconds(self) -> float:
         """What it took to bring the weights here, on rank 0 (0 where they were read from a folder)."""
         return self._created.result().get("seconds", 0.0)

@@ -15,12 +15,13 @@ from rl.types import SampledSequence, SampleResponse
 
 @dataclass
 class Slice:
-    """What came of a slice: requests that have ended (an error: that was refused), by ticket; the engines' counters since the last one.
+    """What came of a slice: requests that have ended (an error: was refused, or failed alone), by ticket; the engines' counters since
+    the last one.
 
     `drawn`: what running samples have drawn in all, by ticket and sample, where that was asked for.
     """
 
-    finished: dict[int, SampleResponse | ValueError] = field(default_factory=dict)
+    finished: dict[int, SampleResponse | Exception] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     drawn: dict[int, dict[int, SampledSequence]] = field(default_factory=dict)
 
@@ -48,9 +49,9 @@ class Stream:
         self.tickets: dict[int, int] = {}  # by the engine's number of the request
         self._counted: dict[str, int] = {}
 
-    def take(self, arrived: Mapping[int, Request], dropped: Sequence[int]) -> dict[int, SampleResponse | ValueError]:
+    def take(self, arrived: Mapping[int, Request], dropped: Sequence[int]) -> dict[int, SampleResponse | Exception]:
         """Lets requests in, and others go; what cannot run back."""
-        refused: dict[int, SampleResponse | ValueError] = {}
+        refused: dict[int, SampleResponse | Exception] = {}
         for number in [number for number, ticket in self.tickets.items() if ticket in set(dropped)]:
             self.engine.drop(number)
             del self.tickets[number]
@@ -61,8 +62,8 @@ class Stream:
                 refused[ticket] = error.with_traceback(None)
         return refused
 
-    def run(self, steps: int) -> dict[int, SampleResponse]:
-        finished: dict[int, SampleResponse] = {}
+    def run(self, steps: int) -> dict[int, SampleResponse | Exception]:
+        finished: dict[int, SampleResponse | Exception] = {}
         for _ in range(steps):
             if not self.engine.busy:
                 break
@@ -95,13 +96,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a slice is asked to do. `arrived`: (ticket, rank that takes it, request). `anew`: caches are read again first."""
+    """What a slice is asked to do. `arrived`: (ticket, rank that takes it, request). `anew`: caches are read again first.
+
+    `mixed`: requests are of several models on one base, and say of which.
+    """
 
     steps: int
     arrived: Sequence[tuple[int, int, Request]] = ()
     dropped: Sequence[int] = ()
     left: Sequence[str] = ()  # conversations that have no further turn
     anew: bool = False
+    mixed: bool = False
     shows: Collection[int] | bool = False  # the tickets of which to tell what has been drawn so far; True: all
 
 

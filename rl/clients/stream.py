@@ -6,11 +6,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rl.clients.driver import Driver
 from rl.clients.sampling import SamplingClient
 from rl.clients.slices import Asked, Slice
+from rl.errors import UserError
 from rl.sampler import Request
 
 STEPS = 16  # of the engine in a slice: what a request that arrives waits at most, in tokens of others
@@ -33,12 +35,17 @@ class SampleStream:
 
     `switch` gives it other weights between two slices: samples that are being drawn go on under them, and say which version drew each
     token (`SampledSequence.versions`). The stream keeps the client that it draws from, so those weights stay as long as it needs them.
+
+    `mixed`: it draws for several clients in one batch, all that have the same `SamplingClient.mixes` as its first; each request is added
+    with its client. Their samples are those that each would have drawn alone; one whose weights give no numbers fails alone.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, client: SamplingClient):
-        self.client = client
+    def __init__(self, client: SamplingClient, mixed: bool = False):
+        if mixed and client.mixes is None:
+            raise UserError("these weights share no base with others (or are sampled by the generic decoder): mixed=False")
+        self.client, self.mixed = client, mixed
         self._driver: Driver = client._driver
         self._number = next(SampleStream._numbers)
         self._ranks: int = client.info["world"]
@@ -48,7 +55,7 @@ class SampleStream:
         self._dropped: list[int] = []
         self._left: list[str] = []
         self._ranks_of: dict[str, int] = {}  # of conversations
-        self._at: dict[int, tuple[int, int]] = {}  # ticket to (rank, cost) of what runs
+        self._at: dict[int, tuple[int, int, SamplingClient]] = {}  # ticket to (rank, cost, whose weights) of what runs
         self._load = [0] * self._ranks
         self._anew = False
         self._finalizer = weakref.finalize(self, _close, self._driver, self._number)
@@ -62,8 +69,19 @@ class SampleStream:
     def __len__(self) -> int:
         return len(self._at)
 
-    def add(self, request: Request) -> int:
-        """A ticket for the request, which the next slice lets in. A conversation stays with the rank that has it in its cache."""
+    def add(self, request: Request, client: SamplingClient | None = None) -> int:
+        """A ticket for the request, which the next slice lets in. A conversation stays with the rank that has it in its cache.
+
+        `client`: whose weights draw it, in a mixed stream; they stay until it has ended.
+        """
+        if client is not None and self.mixed:
+            if client.mixes != self.client.mixes:
+                raise UserError("a mixed stream is of clients whose `mixes` are the same: this one's weights stand on another base")
+            request = replace(request, weights=client._version_id)
+        elif client is not self.client and client is not None:
+            raise UserError("a stream that is not mixed draws from one client: SampleStream(client, mixed=True), or another stream")
+        elif self.mixed:
+            raise UserError("a mixed stream is told with each request whose it is: add(request, client)")
         with self._lock:
             ticket = next(self._tickets)
             rank = self._ranks_of.get(request.conversation or "", min(range(self._ranks), key=lambda r: (self._load[r], r)))
@@ -71,7 +89,7 @@ class SampleStream:
                 self._ranks_of[request.conversation] = rank
             cost = len(request.prompt) + request.num_samples * (request.params.max_tokens or 1024)
             self._load[rank] += cost
-            self._at[ticket] = (rank, cost)
+            self._at[ticket] = (rank, cost, client or self.client)
             self._arrived.append((ticket, rank, request))
             return ticket
 
@@ -94,12 +112,12 @@ class SampleStream:
             dropped, self._dropped = self._dropped, []
             left, self._left = self._left, []
             anew, self._anew = self._anew, False
-        asked = Asked(steps, arrived, dropped, left, anew, shows)
+        asked = Asked(steps, arrived, dropped, left, anew, self.mixed, shows)
         found: Slice = self._driver.submit("sample_slice", self._number, self.client._version_id, asked).result()
         with self._lock:
             found.finished = {ticket: response for ticket, response in found.finished.items() if self._done(ticket)}
         for response in found.finished.values():
-            if not isinstance(response, ValueError):
+            if not isinstance(response, Exception):
                 self.client._noted(response)
         return found
 
@@ -124,9 +142,10 @@ class SampleStream:
         self._finalizer()
 
     def _done(self, ticket: int) -> bool:
-        rank, cost = self._at.pop(ticket, (0, -1))
-        if cost < 0:
+        found = self._at.pop(ticket, None)
+        if found is None:
             return False
+        rank, cost, _ = found
         self._load[rank] -= cost
         return True
 

@@ -8,38 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rl.clients.bases import Bases
+from rl.clients.bases import Bases, Key
 from rl.clients.drawn import as_drawn, mean_temperature
 from rl.clients.parts import merged, share, summed
 from rl.clients.proof import Seen, look
 from rl.clients.settings import WorkerSettings
 from rl.clients.slices import Asked, Slice, Stream, run_slice
+from rl.clients.versions import SamplerVersion, engine_of, let_in, max_context
 from rl.errors import UserError
-from rl.layers import config_number, width
+from rl.layers import width
 from rl.learner import Learner, ModelSpec, check_kind, chosen, reads_in_parts, saving
 from rl.losses import LossSpec, get_loss
 from rl.models import LoadedModel, add_lora, add_value_head, load_unread
 from rl.ranks import asks_for_fsdp, distributed, make_accelerator
 from rl.renderers import note_ends
-from rl.sampler import Decoder, Engine, Request, RoutedEngine, make_decoder, note_experts, score, without_cudnn
+from rl.sampler import Decoder, Request, make_base, make_decoder, score, without_cudnn
 from rl.types import AdamParams, Datum, PlacedImage, SampleResponse
-
-
-@dataclass
-class SamplerVersion:
-    """Weights that can be sampled from: a decoder, and which learner (if it lives here) at which version they are from."""
-
-    decoder: Decoder
-    loaded: LoadedModel
-    version: int
-    learner: Learner | None
 
 
 class Worker:
@@ -56,6 +47,7 @@ class Worker:
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.learners: dict[int, Learner] = {}
         self.specs: dict[int, ModelSpec] = {}
+        self.stands_on: dict[int, Key] = {}
         self.versions: dict[int, SamplerVersion] = {}
         self.saved_by: dict[str, int] = {}  # which learner wrote a folder, so that samples from it count as that learner's
         self.streams: dict[int, Stream] = {}  # see rl.clients.slices
@@ -96,6 +88,7 @@ class Worker:
                 loaded = add_lora(loaded, spec.lora)
             if spec.value_head:
                 loaded = add_value_head(loaded)
+            self.stands_on[model_id] = (base, tokenizer, spec.seed)
         info = {**self._info(loaded, spec), "base_dtype": held_in}  # before the weights are sharded
         learner = Learner(loaded, self.accelerator, self.settings.learner, "fp32" if self._deepspeed else held_in)  # it casts all itself
         self.learners[model_id], self.specs[model_id] = learner, spec
@@ -122,7 +115,7 @@ class Worker:
             "lora_unadapted": loaded.unadapted,
             "value_head": spec.value_head,
             "vocab_size": loaded.vocab_size,
-            "max_context": _max_context(loaded),
+            "max_context": max_context(loaded),
             "hidden_size": width(loaded.model),
             "parameters": parameters,
             "trainable_parameters": trainable,
@@ -137,6 +130,7 @@ class Worker:
         if learner is not None:  # None where its creation failed
             learner.release()
         self.specs.pop(model_id, None)
+        self.stands_on.pop(model_id, None)
         self.latest.pop(model_id, None)
 
     # --------------------------------------------------------------------------------------------------------- learning
@@ -196,7 +190,7 @@ class Worker:
         learner = self.learners[model_id]
         decoder = self.latest.get(model_id)
         if decoder is None:
-            decoder = self._decoder_of(learner)
+            decoder = self._decoder_of(model_id)
         else:
             if any(v.decoder is decoder for v in self.versions.values()):  # somebody still samples from it
                 decoder = decoder.fork()
@@ -205,35 +199,52 @@ class Worker:
         self.versions[version_id] = SamplerVersion(decoder, learner.loaded, learner.version, learner)
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # copies are queued; what is reported is when they are done
-        return {"version": learner.version, "seconds": time.perf_counter() - begin}
+        return {"version": learner.version, "seconds": time.perf_counter() - begin, "mixes": self._mixes(decoder)}
 
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
         """The base model under the learner's LoRA adapter: the adapter's B matrices are 0, the base weights those of its sampler."""
         begin = time.perf_counter()
         learner = self.learners[model_id]
         if model_id not in self.latest:
-            self.latest[model_id] = self._decoder_of(learner)
+            self.latest[model_id] = self._decoder_of(model_id)
         decoder = self.latest[model_id].fork()
         shapes = {name: learner.parameter_shapes[name] for name in learner.trainable if ".lora_B." in name or ".lora_embedding_B." in name}
         decoder.load_((name, torch.zeros(shape)) for name, shape in shapes.items())
         self.versions[version_id] = SamplerVersion(decoder, learner.loaded, 0, None)
-        return {"version": 0, "seconds": time.perf_counter() - begin}
+        return {"version": 0, "seconds": time.perf_counter() - begin, "mixes": self._mixes(decoder)}
 
-    def _decoder_of(self, learner: Learner) -> Decoder:
-        where, kind = self.accelerator.device, self.settings.sampler.kind
+    def _decoder_of(self, model_id: int) -> Decoder:
+        learner, where, kind = self.learners[model_id], self.accelerator.device, self.settings.sampler.kind
         weights = learner.weights(frozen=True) if learner.shell is not learner.model else None
-        return make_decoder(learner.shell, dtype=self.sampler_dtype, device=where, kind=kind, weights=weights)
+        base = self._base(self.stands_on[model_id]) if weights is None and learner.is_lora else None
+        return make_decoder(learner.shell, dtype=self.sampler_dtype, device=where, kind=kind, weights=weights, base=base)
+
+    def _base(self, key: Key) -> Decoder | None:
+        """What samplers of adapters on that base share."""
+        where, kind = self.accelerator.device, self.settings.sampler.kind
+        return self.bases.sampler(key, lambda model: make_base(model, self.sampler_dtype, where, kind))
+
+    def _mixes(self, decoder: Decoder) -> int | None:
+        """A number that versions have in common which can be drawn from in one batch; None of one that cannot."""
+        return None if self.settings.sampler.router_replay else self.bases.number(decoder)
 
     def load_sampler(
         self, version_id: int, path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0
     ) -> dict[str, Any]:
         """A sampler version from saved weights (a folder of `save_weights_for_sampler`, any HF or PEFT folder) or a base model."""
-        loaded, version, spec = saving.load_for_sampling(path, base_model, tokenizer, seed)
+        stands_on: list[Key] = []
+
+        def load(base: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
+            stands_on.append((base, tokenizer, seed))
+            return self.bases.load(base, tokenizer, seed, True)
+
+        loaded, version, spec = saving.load_for_sampling(path, base_model, tokenizer, seed, load)
         loaded.model.to(self.accelerator.device)
-        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind)
+        under = self._base(stands_on[0]) if stands_on else None
+        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind, base=under)
         owner = self.saved_by.get(str(Path(path).resolve())) if path is not None else None
         self.versions[version_id] = SamplerVersion(decoder, loaded, version, None if owner is None else self.learners.get(owner))
-        return {**self._info(loaded, spec), "version": version}
+        return {**self._info(loaded, spec), "version": version, "mixes": self._mixes(decoder)}
 
     def forget_version(self, version_id: int) -> None:
         self.versions.pop(version_id, None)
@@ -245,7 +256,7 @@ class Worker:
         """
         source = self.versions[version_id]
         mine = share([len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests])
-        engine = self._engine(source)
+        engine = engine_of(source, self.settings.sampler)
         refused: dict[int, ValueError] = {}
         for i in mine:
             try:
@@ -254,38 +265,27 @@ class Worker:
                 refused[i] = error.with_traceback(None)
         taken = [i for i in mine if i not in refused]
         responses = engine.run()
-        if source.learner is not None and source.learner.version == source.version:
-            source.learner.sampled.note(source.learner.version, [r.params for r in requests])
+        source.note(requests)
         return {**dict(zip(taken, responses, strict=True)), **refused}, asdict(engine.counters)
 
-    def _engine(self, source: SamplerVersion) -> Engine:
-        limits = self.settings.sampler
-        replays = limits.router_replay and source.learner is not None
-        if replays:
-            note_experts(source.decoder)
-        return (RoutedEngine if replays else Engine)(
-            source.decoder,
-            eos_token_ids=source.loaded.eos_token_ids,
-            tokenizer=source.loaded.tokenizer,
-            max_context=_max_context(source.loaded),
-            kv_cache_tokens=limits.kv_cache_tokens,
-            max_rows=limits.max_rows,
-            version=source.version,
-        )
-
     def sample_slice(self, stream_id: int, version_id: int, asked: Asked) -> Slice:
-        """A few steps of a stream, which begins with its first slice; what is drawn is of this version of the weights."""
+        """A few steps of a stream, which begins with its first slice; what is drawn is of this version of the weights.
+
+        In a mixed stream it is of those that each request names: `version_id` is any on the same base.
+        """
         source, stream = self.versions.get(version_id), self.streams.get(stream_id)
         if source is None:
             raise UserError("a stream's weights are gone, for its sampling client was released: switch it to another client, or close it")
         if stream is None:
-            stream = self.streams[stream_id] = Stream(self._engine(source))
-        elif stream.version_id != version_id:
+            stream = self.streams[stream_id] = Stream(engine_of(source, self.settings.sampler, asked.mixed))
+        elif stream.version_id != version_id and not asked.mixed:
             stream.engine.change_weights(source.decoder, source.version)
-        stream.version_id = version_id
-        if source.learner is not None and source.learner.version == source.version:
-            source.learner.sampled.note(source.version, [request.params for _, _, request in asked.arrived])
-        return run_slice(stream, asked, distributed.rank(), lambda: self._engine(source))
+        stream.version_id, arrived = version_id, [request for _, _, request in asked.arrived]
+        if asked.mixed:
+            let_in(stream, self.versions, arrived)
+        else:
+            source.note(arrived)
+        return run_slice(stream, asked, distributed.rank(), lambda: engine_of(source, self.settings.sampler))
 
     def unfinished(self, stream_id: int) -> dict[int, Request]:
         """This rank's requests of a stream that have not ended, by ticket, with what is drawn of them."""
@@ -344,7 +344,3 @@ class Worker:
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
         state = saving.load_state(self.learners[model_id], Path(path), with_optimizer, distributed.rank())
         return state
-
-
-def _max_context(loaded: LoadedModel) -> int | None:
-    return config_number(loaded.model, "max_position_embeddings", "n_positions", "max_target_positions")

@@ -37,6 +37,9 @@ class NoColumn(BadRow):
         return ", ".join(map(repr, self.columns)) or "none"
 
 
+_PROMPTS = ("question", "problem", "instruction", "query", "input", "text")  # what data sets call what is asked
+
+
 class NoSplit(UserError):
     """A data set that is there, and has no split of the name."""
 
@@ -57,10 +60,12 @@ class BadRows:
     on_bad_row: OnBadRow
     found: list[str] = field(default_factory=list)
     lacking: list[NoColumn] = field(default_factory=list)
+    first_lacking: str = ""
 
     def add(self, place: str, reason: BadRow) -> None:
         self.found.append(f"{place}: {reason}")
         if isinstance(reason, NoColumn):
+            self.first_lacking = self.first_lacking or place
             self.lacking.append(reason)
 
     def settle(self, good: int, named: Mapping[str, str | None]) -> None:
@@ -70,22 +75,26 @@ class BadRows:
         """
         if not self.found:
             return
-        if not good and len(self.lacking) == len(self.found) and len({one.name for one in self.lacking}) == 1:
-            raise UserError(f"{_nowhere(self.lacking[0], len(self.found), named)} (the first: {self.found[0].partition(': ')[0]})")
+        if not good and len({one.name for one in self.lacking}) == 1:
+            others = len(self.found) - len(self.lacking)
+            beside = f"; {others} more {'is' if others == 1 else 'are'} bad for other reasons" if others else ""
+            raise UserError(f"{_nowhere(self.lacking[0], len(self.lacking), named)} (the first: {self.first_lacking}){beside}")
         first = "\n  ".join(self.found[:5]) + ("\n  ..." if len(self.found) > 5 else "")
         summary = f"{len(self.found)} bad rows beside {good} good ones:\n  {first}"
         if not good and self.on_bad_row == "skip":
             raise UserError(f"no row is left where bad ones are skipped; {summary}")
         if self.on_bad_row == "error":
-            raise UserError(f"{summary}\nMend them, or leave them out with on_bad_row='skip'.")
+            raise UserError(f"{summary}\nMend them, or leave them out with on_bad_row skip.")
         logger.warning("skipped %s", summary)
 
 
 def _nowhere(lacking: NoColumn, rows: int, named: Mapping[str, str | None]) -> str:
-    setting = next((f" ({setting})" for setting, column in named.items() if column == lacking.name), "")
+    setting = next((setting for setting, column in named.items() if column == lacking.name), None)
     near = difflib.get_close_matches(lacking.name, lacking.columns, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"no column {lacking.name!r}{setting} in any of {rows} rows, which have {lacking.there}{hint}"
+    usual = [name for name in _PROMPTS if name in lacking.columns] if lacking.name == "prompt" and setting is not None else []
+    hint = f"; did you mean {near[0]!r}?" if near else f"; if it is {usual[0]!r}, say {setting} {usual[0]}" if usual else ""
+    shown = f" ({setting})" if setting is not None else ""
+    return f"no column {lacking.name!r}{shown} in any of {rows} rows, which have {lacking.there}{hint}"
 
 
 def to_the_end(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:

@@ -114,7 +114,7 @@ class Streamed(ProblemSet):
 
     def _leave_out(self, place: int, text: str, skip: bool, error: UserError) -> None:
         if self.on_bad_row == "error" and not skip:
-            raise UserError(f"{text}\nMend it, or leave such rows out with on_bad_row='skip'.") from error
+            raise UserError(f"{text}\nMend it, or leave such rows out with on_bad_row skip.") from error
         if place not in self.left_out:
             self.left_out.add(place)
             if len(self.left_out) <= _NAMED:

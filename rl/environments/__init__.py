@@ -5,7 +5,7 @@ from rl.environments.match import Match
 from rl.environments.play import EnvironmentGroup, Limits
 from rl.environments.played import played
 from rl.environments.pool import OpponentPool
-from rl.environments.problem import ProblemGroupBuilder, prompt_text, reward_meta
+from rl.environments.problem import ProblemGroupBuilder, episode_of, prompt_text, reward_meta
 from rl.environments.process import isolated
 from rl.environments.registry import (
     EnvironmentSpec,
@@ -35,6 +35,7 @@ __all__ = [
     "Tool",
     "Turn",
     "environment_from_words",
+    "episode_of",
     "isolated",
     "played",
     "prompt_text",

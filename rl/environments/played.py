@@ -2,7 +2,8 @@
 
     python -m rl.environments.played guess_number any_number --episodes 2000 --environment.high 8 > guesses.jsonl
 
-writes a row for each move of the policy's seats, {"messages": [...]}, as `train.py sft --dataset guesses.jsonl` reads them.
+writes a row for each of the policy's seats in each game, {"messages": [...]}: the whole of what it heard and said, as
+`train.py sft --dataset guesses.jsonl` reads it (every move is trained on, and once).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rl.types import Message
 
 
 def played(spec: EnvironmentSpec, player: str, episodes: int, seed: int = 0) -> Iterator[dict[str, list[Message]]]:
-    """The policy's moves in `episodes` games, each with the conversation of its seat before it; the rule `player` makes them."""
+    """The conversations of the policy's seats in `episodes` games; the rule `player` makes their moves. Each ends with a move."""
     for episode in range(episodes):
         match = spec.make()
         if not isinstance(match, Match) or player not in match.PLAYERS:
@@ -31,19 +32,17 @@ def played(spec: EnvironmentSpec, player: str, episodes: int, seed: int = 0) -> 
             raise UserError(f"rules play without a model, and {', '.join(match.models)} has a seat: give the environment other settings")
         match.seed, match.member, match.row = derive_seed("played", seed, episode), 0, {}
         match.rng = random.Random(match.seed)
-        yield from _moves(match, player)
+        yield from _seats(match, player)
 
 
-def _moves(match: Match, player: str) -> Iterator[dict[str, list[Message]]]:
+def _seats(match: Match, player: str) -> Iterator[dict[str, list[Message]]]:
     heard: dict[int, list[Message]] = {}
     turn = match.start()
     while not turn.done:
-        seat = heard.setdefault(turn.seat, [])
-        seat.append({"role": "user", "content": str(turn.messages)})
         said: Message = {"role": "assistant", "content": match.PLAYERS[player](match)}
-        yield {"messages": [*seat, said]}
-        seat.append(said)
+        heard.setdefault(turn.seat, []).extend(({"role": "user", "content": str(turn.messages)}, said))
         turn = match.step(said)
+    yield from ({"messages": heard[seat]} for seat in sorted(heard))
 
 
 def main(words: Sequence[str]) -> None:

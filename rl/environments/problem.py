@@ -41,9 +41,7 @@ class ProblemEnv(Env):
         builder = self.builder
         if builder.scorer is None or not builder.scorer.reward.episode:
             return None
-        answer: Message = {"role": "assistant", "content": response}
-        turn = Turn(response, tokens=len(action.tokens), stop_reason=action.stop_reason)
-        return Episode([*_as_text(builder.problem.messages), answer], [turn], builder.tag)
+        return episode_of(builder.problem, Turn(response, tokens=len(action.tokens), stop_reason=action.stop_reason))
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
@@ -65,6 +63,12 @@ class ProblemGroupBuilder(EnvGroupBuilder):
 
     def make_envs(self) -> list[ProblemEnv]:
         return [ProblemEnv(self) for _ in range(self.group_size)]
+
+
+def episode_of(problem: Problem, turn: Turn) -> Episode:
+    """What a reward of whole episodes sees of one answer to a problem."""
+    answer: Message = {"role": "assistant", "content": turn.response}
+    return Episode([*_as_text(problem.messages), answer], [turn], problem.tag)
 
 
 def reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:

@@ -28,9 +28,20 @@ def text_config(model: Any) -> Any:
 
 
 def config_number(model: Any, *names: str) -> int | None:
-    """A positive number of the config, by the first of its names that it has (an architecture's `attribute_map` included)."""
+    """A positive number of the config, by the first of its names that it has (an architecture's `attribute_map` included).
+
+    Where each layer has its own (Gemma 4's heads), the largest.
+    """
     config = text_config(model)
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
+    return next((value for name in names if isinstance(value := _number(config, name), int) and value > 0), None)
+
+
+def _number(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers gives no number for what differs between layers
+        found = [getattr(config.per_layer_config[i], name, None) for i in range(config.num_hidden_layers)]
+        return max((value for value in found if isinstance(value, int)), default=None)
 
 
 def width(model: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -298,14 +298,21 @@ def base_of(spec: ModelSpec, state: str | None) -> tuple[str, str | None]:
 
 
 def load_for_sampling(
-    path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0
+    path: str | None,
+    base_model: str | None,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    load: Callable[..., LoadedModel] = load_model,
 ) -> tuple[LoadedModel, int, ModelSpec]:
-    """(model, version, spec) of a base model, or of a folder: ours, or any Hugging Face or PEFT folder."""
+    """(model, version, spec) of a base model, or of a folder: ours, or any Hugging Face or PEFT folder.
+
+    `load(base, tokenizer=, seed=)`: where a base comes from that is asked for, or that an adapter stands on.
+    """
 
     if path is None:
         if base_model is None:
             raise UserError("create_sampling_client needs model_path (a saved folder) or base_model (a hub name, a folder, tiny:<preset>)")
-        return load_model(base_model, tokenizer=tokenizer, seed=seed), 0, ModelSpec(base_model, tokenizer, seed=seed)
+        return load(base_model, tokenizer=tokenizer, seed=seed), 0, ModelSpec(base_model, tokenizer, seed=seed)
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"no saved weights at {folder}: give the path that save_weights_for_sampler(name).result().path returned")
@@ -317,17 +324,17 @@ def load_for_sampling(
         loaded = load_model(str(folder))
         loaded.name = spec.base_model
         return loaded, version, spec
-    return _load_adapter(folder, spec, base_model), version, spec
+    return _load_adapter(folder, spec, base_model, load), version, spec
 
 
-def _load_adapter(folder: Path, spec: ModelSpec, base_model: str | None) -> LoadedModel:
+def _load_adapter(folder: Path, spec: ModelSpec, base_model: str | None, load: Callable[..., LoadedModel]) -> LoadedModel:
     checkpoint_folder = folder.parent if folder.name == "model" else folder
     tokenizer = spec.tokenizer
     if spec.lora and base_model is None:
         base, tokenizer = base_of(spec, str(checkpoint_folder))
     else:
         base = base_model or adapter_base(folder)
-    loaded = load_model(base, tokenizer=tokenizer, seed=spec.seed)
+    loaded = load(base, tokenizer=tokenizer, seed=spec.seed)
     with quiet_about_tied_heads():
         model = load_whole_adapter(loaded.model, folder)
     return LoadedModel(model, loaded.tokenizer, base, eos_token_ids(loaded.model, loaded.tokenizer))

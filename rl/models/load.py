@@ -73,12 +73,15 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0, 
     try:
         model = load_whole(class_of(source), source, base_model, dtype=dtype, **_attention())
     except OSError as error:
-        offline = " (HF_HUB_OFFLINE=1 is set: only cached models can be had)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise UserError(f"cannot load the model {base_model!r}{offline}: {error}") from error
+        raise UserError(f"cannot load the model {base_model!r}{_offline()}: {error}") from error
     found = load_tokenizer(tokenizer or source, required=tokenizer is not None)
     _check_vocabulary(model, found, base_model)
     give_eyes(model, found, source)
     return LoadedModel(_prepared(model), found, base_model, eos_token_ids(model, found))
+
+
+def _offline() -> str:
+    return " (HF_HUB_OFFLINE=1 is set: only cached models can be had)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
 
 
 def _merged(folder: Path, tokenizer: str | None) -> LoadedModel:
@@ -112,7 +115,7 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
     try:
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else base_model)
     except OSError as error:
-        raise UserError(f"cannot read the config of the model {base_model!r}: {error}") from error
+        raise UserError(f"cannot read the config of the model {base_model!r}{_offline()}: {error}") from error
     return LoadedModel(_prepared(model_class(config).from_config(config, dtype=torch.float32)), None, base_model, ())
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.renderers.base import Renderer, TrainOn, content_text, texts
-from rl.renderers.begun import certain_text, opens_thoughts, parse_begun
+from rl.renderers.begun import opens_thoughts, shown
+from rl.renderers.begun_calls import certain_text
 from rl.renderers.chat_template import ChatTemplateRenderer
 from rl.renderers.ends import note_ends
-from rl.renderers.parsing import split_thoughts, with_calls
+from rl.renderers.parsing import broken_call, split_thoughts, with_calls
 from rl.renderers.stops import StopsAt
 from rl.renderers.text import PlainRenderer, RoleColonRenderer
 
@@ -23,12 +24,13 @@ __all__ = [
     "RoleColonRenderer",
     "StopsAt",
     "TrainOn",
+    "broken_call",
     "certain_text",
     "content_text",
     "get_renderer",
     "note_ends",
     "opens_thoughts",
-    "parse_begun",
+    "shown",
     "split_thoughts",
     "texts",
     "with_calls",

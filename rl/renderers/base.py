@@ -13,6 +13,7 @@ import numpy as np
 
 from rl.errors import UserError
 from rl.images import has_images, is_image_part
+from rl.renderers.call_forms import CallForm
 from rl.renderers.ends import ends_of
 from rl.renderers.pictures import parts_of
 from rl.renderers.shield import Shield
@@ -73,6 +74,18 @@ class Renderer(ABC):
         that the model wrote is decoded and tokenised again. None where the conversation, with `new` in it, is written otherwise than
         the model has seen it, such as by a template that leaves out earlier thoughts: then `build_generation_prompt` writes it anew.
         """
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What `parse_response` takes apart: the text of sampled tokens, without what ended it."""
+        return self._decode(self._until_end(tokens)[0])
+
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that may be called."""
+        return ()
+
+    def call_form(self) -> CallForm | None:
+        """How the model writes calls, where it is neither JSON within <tool_call> nor a message of its own."""
+        return None
 
     def marks(self) -> tuple[str, ...]:
         """Texts with which an answer's text ends, or becomes something else: thoughts, calls of tools, another's turn."""

@@ -1,12 +1,16 @@
-"""An answer that is still being drawn: what of it will be part of its message, whatever follows."""
+"""An answer as a client sees it, while it is drawn and when it is whole: the one is always a beginning of the other."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from rl.renderers.base import Renderer
-from rl.renderers.call_forms import CALL_BEGINS, PYTHON_TAG
-from rl.renderers.parsing import CALL_BEGIN, CHANNEL, THOUGHT_BEGIN, THOUGHT_END, begun_channels
+from rl.renderers.begun_calls import BegunCall, certain_text, read_calls, read_channel_calls
+from rl.renderers.call_forms import PYTHON_TAG
+from rl.renderers.parsing import CALL_BEGIN, CHANNEL, THOUGHT_BEGIN, THOUGHT_END, begun_channels, split_channels, split_thoughts
+from rl.renderers.stops import StopsAt
 from rl.types import Message
 
 
@@ -18,37 +22,74 @@ def opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
     return text.rfind(THOUGHT_BEGIN) > text.rfind(THOUGHT_END)
 
 
-def parse_begun(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool) -> Message:
-    """The message of the first tokens of an answer, as far as it is certain: its texts are beginnings of the whole answer's.
+def shown(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool, ended: bool) -> Message:
+    """The message of an answer's first tokens, as far as it is certain; of all of them where it has `ended`.
 
-    `within_thoughts`: as `opens_thoughts` says. Held back are thoughts until they end, a call of a tool and what follows it, and at the
-    end of the text spaces, parts of characters, and what may be the beginning of a mark. One answer may yet turn out otherwise: a
-    closing mark of thoughts that nothing opened makes thoughts of what came before it.
+    Thoughts (`reasoning_content`) and text go on as they are written. Calls (`tool_calls`) have arguments as text, which go on as well; one
+    counts from the moment that its name is known (`rl.renderers.begun_calls`). A thought that never ended is one here, and no text.
+    `within_thoughts`: as `opens_thoughts` says. Held back are, at the end of a text, spaces, parts of characters, and what may be the
+    beginning of a mark. One answer may yet turn out otherwise: a closing mark of thoughts that nothing opened makes thoughts of what
+    came before it.
     """
-    marks = renderer.marks()
-    if CHANNEL in marks:  # the certain part of the text, read as a whole answer is
-        ids = renderer.encode(certain_text(begun_channels(renderer._decode(renderer._until_end(tokens)[0])), marks))
-        return renderer.parse_response(ids)[0]
-    message = renderer.parse_response(tokens)[0]
-    content = str(message["content"])
-    begun = content.lstrip()
-    if THOUGHT_BEGIN in marks and "reasoning_content" not in message:
-        if within_thoughts or begun.startswith(THOUGHT_BEGIN) or THOUGHT_BEGIN.startswith(begun):
-            return {**message, "content": ""}
-    if PYTHON_TAG in marks and begun.startswith("{"):
-        return {**message, "content": ""}  # it may be a call, which is the whole answer
-    for mark in (THOUGHT_BEGIN, *{CALL_BEGIN, *CALL_BEGINS}):
-        if mark in marks and mark in content:
-            content = content[: content.index(mark)]
-    return {**message, "content": certain_text(content, marks).rstrip()}
+    marks, text = renderer.marks(), renderer.text_of(tokens)
+    calls: list[BegunCall] = []
+    if CHANNEL in marks:
+        text, calls = read_channel_calls(text, marks, ended)
+        content, thoughts, *_ = split_channels(text if ended else begun_channels(certain_text(text, marks)))
+        return _message(renderer, content, thoughts, calls)
+    content, thoughts = split_thoughts(text) if THOUGHT_BEGIN in marks else (text, None)
+    if THOUGHT_BEGIN in marks:
+        content, thoughts, thinking = _open_thought(content, thoughts, within_thoughts, ended)
+        if thinking and thoughts is not None:
+            # A call that is written before the thoughts have ended is one where they never end.
+            opening = _opening(renderer)
+            thoughts, called, rest = thoughts.partition(opening) if opening in marks else (thoughts, "", "")
+            more, calls = _calls(renderer, called + rest, True) if ended else ("", calls)
+            content, thoughts = content + more, thoughts if ended else certain_text(thoughts, (THOUGHT_END, *marks))
+        thoughts = None if thoughts is None else thoughts.strip()
+        if thinking:
+            return _message(renderer, content if ended else content.rstrip(), thoughts, calls)
+    if _opening(renderer) in marks:
+        content, calls = _calls(renderer, content, ended)
+    return _message(renderer, content if ended else certain_text(content, marks).rstrip(), thoughts, calls)
 
 
-def certain_text(text: str, marks: Sequence[str]) -> str:
-    """A text that goes on, less what at its end may be the beginning of a mark, or a part of a character."""
-    held = max((_overlap(text, mark) for mark in marks), default=0)
-    return text[: len(text) - held].rstrip("\ufffd")
+def _opening(renderer: Renderer) -> str:
+    """The mark with which a call begins, where the renderer reads calls."""
+    form = renderer.call_form()
+    return CALL_BEGIN if form is None else form.begin
 
 
-def _overlap(text: str, mark: str) -> int:
-    """How much of the end of `text` is a beginning of `mark`, and not all of it."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def _calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[BegunCall]]:
+    """(the text without its calls, the calls). Those of a form of its own (`rl.renderers.call_forms`) are shown when all has ended."""
+    form, tools = renderer.call_form(), renderer.offered()
+    if form is None:
+        return read_calls(text, tools, ended)
+    if ended:
+        content, found, _ = form.take(text, tools)
+        functions = [call["function"] for call in found]
+        return content, [BegunCall(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
+    if form.begin == PYTHON_TAG and tools and text.lstrip().startswith("{"):
+        return "", []  # it may be a call, which is the whole answer
+    return text.partition(form.begin)[0], []
+
+
+def _open_thought(content: str, thoughts: str | None, within: bool, ended: bool) -> tuple[str, str | None, bool]:
+    """What is left of the content, the thoughts with one that has not ended, and whether there is one."""
+    if within and thoughts is None:
+        return "", content.removeprefix(THOUGHT_BEGIN), True
+    said, opened, thought = content.partition(THOUGHT_BEGIN)
+    if opened:
+        thought = thought.lstrip()
+        joined = thought if not thoughts else f"{thoughts}\n\n{thought}" if thought else thoughts
+        return said if said.strip() else "", joined, True
+    if not ended and thoughts is None and THOUGHT_BEGIN.startswith(content.lstrip()):
+        return "", None, True  # nothing yet, or half of a mark
+    return content, thoughts, False
+
+
+def _message(renderer: Renderer, content: str, thoughts: str | None, calls: Sequence[BegunCall]) -> Message:
+    message: Message = {"role": "assistant", "content": renderer.before_stop(content) if isinstance(renderer, StopsAt) else content}
+    message |= {} if thoughts is None else {"reasoning_content": thoughts}
+    functions: list[dict[str, Any]] = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    return message | ({"tool_calls": [{"type": "function", "function": one} for one in functions]} if functions else {})

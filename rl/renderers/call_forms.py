@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.renderers.parsing import CALL_BEGIN, CALL_END, typed_by_schema
+from rl.renderers.parsing import CALL_BEGIN, CALL_END, parameter_value
 
 Tools = Sequence[Mapping[str, Any]]
 Call = dict[str, Any]
@@ -95,7 +95,7 @@ def _glm(body: str, tools: Tools) -> list[Call]:
         raise ValueError("a call begins with its tool's name, on a line of its own")
     if _ARGUMENT.sub("", rest).strip():
         raise ValueError("something beside its <arg_key>...</arg_key><arg_value>...</arg_value>")
-    return [as_call(name, {key.strip(): typed_by_schema(tools, name, key.strip(), value) for key, value in _ARGUMENT.findall(rest)})]
+    return [as_call(name, {key.strip(): parameter_value(tools, name, key.strip(), value) for key, value in _ARGUMENT.findall(rest)})]
 
 
 # ---------------------------------------------------------------------------------------------------------------- Llama 3
@@ -239,4 +239,3 @@ _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<|tool_call_start|>[", CallForm("lfm", "<|tool_call_start|>", _between("<|tool_call_start|>", "<|tool_call_end|>", _lfm))),
     ("""'"parameters": '""", CallForm("llama", PYTHON_TAG, _llama, "<|eom_id|>")),
 )
-CALL_BEGINS = tuple(dict.fromkeys(form.begin for _, form in _FORMS))

@@ -11,7 +11,7 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import reader_of
 from rl.renderers.base import Renderer, Span, TrainOn, texts, trained_indices, weighted_example
-from rl.renderers.call_forms import form_of
+from rl.renderers.call_forms import CallForm, form_of
 from rl.renderers.parsing import (
     CALL_BEGIN,
     CHANNEL,
@@ -94,6 +94,12 @@ class ChatTemplateRenderer(Renderer):
             return (CHANNEL, "<|end|>", "<|start|>assistant")
         call = (self._form.begin,) if self._form is not None else (CALL_BEGIN,) if self._calls_tools else ()
         return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *call)
+
+    def call_form(self) -> CallForm | None:
+        return self._form
+
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        return self.template_settings.get("tools") or ()
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._until_end(tokens)

@@ -16,7 +16,7 @@ CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 CHANNEL, CHANNEL_TEXT = "<|channel|>", "<|message|>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
+NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
 
 
 def split_thoughts(text: str) -> tuple[str, str | None]:
@@ -52,7 +52,7 @@ def split_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str
     while opened:
         content += said
         by_parts = rest.lstrip().startswith("<function=")
-        found, length = _call_by_parts(rest, tools) if by_parts else _call(rest)
+        found, length = _call_by_parts(rest, tools) if by_parts else call_of_json(rest)
         if isinstance(found, str):
             unparsed.append({"raw_text": CALL_BEGIN + rest[:length], "error": found})
             content += CALL_BEGIN + rest[:length]
@@ -66,7 +66,7 @@ def split_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str
     return content + said, calls, unparsed
 
 
-def _call(text: str) -> tuple[dict[str, Any] | str, int]:
+def call_of_json(text: str) -> tuple[dict[str, Any] | str, int]:
     """The call that `text` begins with (after its opening mark) or why it is none, and how long it is, closing mark included."""
     closed = text.find(CALL_END)
     until = len(text) if closed < 0 else closed + len(CALL_END)
@@ -85,7 +85,7 @@ def _call(text: str) -> tuple[dict[str, Any] | str, int]:
 
 
 def _call_by_parts(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | str, int]:
-    """As `_call`, of <function=NAME><parameter=NAME>..</parameter></function>."""
+    """As `call_of_json`, of <function=NAME><parameter=NAME>..</parameter></function>."""
     closed = text.find(CALL_END)
     until = len(text) if closed < 0 else closed + len(CALL_END)
     found = _FUNCTION.match(text)
@@ -105,9 +105,12 @@ def _schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> Ma
     return found if isinstance(found, Mapping) else {"type": "string"}
 
 
-def typed_by_schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str) -> Any:
-    """The value of a parameter that is written by itself, read by its type in the description of its tool."""
-    return _typed(text, _schema(tools, name, parameter))
+def parameter_value(tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str | None) -> Any:
+    """What a parameter that is written as `text` is read as; of None: None where it is a text, and can be read before it has ended."""
+    schema = _schema(tools, name, parameter)
+    if text is None:
+        return None if schema.get("type") == "string" else schema
+    return _typed(text, schema)
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
@@ -126,7 +129,7 @@ def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], li
     A message whose text has not begun stays as it is, in what is said.
     """
     said, thoughts, calls, unparsed = [], [], [], []
-    for part in filter(None, _NEXT_MESSAGE.split(text)):
+    for part in filter(None, NEXT_MESSAGE.split(text)):
         header, begun, body = part.partition(CHANNEL_TEXT)
         called = re.search(r"to=functions\.([^\s<]+)", header)
         if begun and called:
@@ -147,12 +150,17 @@ def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], li
 
 def begun_channels(text: str) -> str:
     """Of an answer in such messages that is still being drawn: without the last one where its text has not begun, or is a call."""
-    starts = [0, *(found.end() for found in _NEXT_MESSAGE.finditer(text))]
+    starts = [0, *(found.end() for found in NEXT_MESSAGE.finditer(text))]
     header, begun, _ = text[starts[-1] :].partition(CHANNEL_TEXT)
     if begun and "to=" not in header:
         return text
-    before = [found.start() for found in _NEXT_MESSAGE.finditer(text)]
+    before = [found.start() for found in NEXT_MESSAGE.finditer(text)]
     return text[: before[-1]] if before else ""
+
+
+def broken_call(function: Mapping[str, Any]) -> str:
+    """A call whose arguments (a text) are no JSON, as a model wrote it."""
+    return f'{CALL_BEGIN}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}'
 
 
 def with_calls(message: Mapping[str, Any]) -> str:

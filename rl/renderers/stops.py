@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl.renderers.base import Renderer, TrainOn
+from rl.renderers.call_forms import CallForm
 from rl.types import Message, ModelInput
 
 
@@ -29,14 +30,26 @@ class StopsAt(Renderer):
     def get_stop_sequences(self) -> list[str] | list[int]:
         return [*self.inner.get_stop_sequences(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler takes both
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return self.inner.text_of(tokens)
+
+    def call_form(self) -> CallForm | None:
+        return self.inner.call_form()
+
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        return self.inner.offered()
+
     def marks(self) -> tuple[str, ...]:
         return (*self.inner.marks(), *self.stops)
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         message, ended = self.inner.parse_response(tokens)
         content = str(message["content"])
-        at = min((place for stop in self.stops if (place := content.find(stop)) >= 0), default=None)
-        return (message, ended) if at is None else ({**message, "content": content[:at]}, True)
+        cut = self.before_stop(content)
+        return (message, ended) if cut == content else ({**message, "content": cut}, True)
+
+    def before_stop(self, text: str) -> str:
+        return text[: min((place for stop in self.stops if (place := text.find(stop)) >= 0), default=len(text))]
 
     def finished(self, tokens: Sequence[int]) -> list[int]:
         return self.inner.finished(tokens)

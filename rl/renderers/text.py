@@ -27,6 +27,9 @@ class _TextRenderer(Renderer):
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
         return type(self)(self.tokenizer, self.ends, tools) if tools else self
 
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        return self.tools
+
     def marks(self) -> tuple[str, ...]:
         return (CALL_BEGIN,) if self.tools else ()
 
@@ -36,7 +39,7 @@ class _TextRenderer(Renderer):
     def _parsed(self, content: str) -> Message:
         if not self.tools:
             return {"role": "assistant", "content": content}
-        text, calls, unparsed = split_calls(content)
+        text, calls, unparsed = split_calls(content, self.tools)
         message: Message = {"role": "assistant", "content": text}
         message |= {"tool_calls": calls} if calls else {}
         return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
@@ -139,6 +142,9 @@ class RoleColonRenderer(_TextRenderer):
 
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), _STOP)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return super().text_of(tokens).partition(_STOP)[0].strip()
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._until_end(tokens)

@@ -159,8 +159,8 @@ class Scorer:
             taken, self.seconds = self.seconds, {}
         return taken
 
-    def score_many(self, items: Iterable[tuple[str, str, Mapping[str, Any] | None]]) -> list[Score]:
-        """The scores of (prompt, response, meta) items, in their order."""
+    def score_many(self, items: Iterable[tuple[Any, ...]]) -> list[Score]:
+        """The scores of (prompt, response, meta) items, in their order; of (prompt, response, meta, episode) where episodes are seen."""
         return [pending.result() for pending in [self.submit(*item) for item in items]]
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.environments import prompt_text, reward_meta
+from rl.environments import episode_of, prompt_text, reward_meta
 from rl.errors import UserError
-from rl.rewards import Score, Scorer
+from rl.rewards import Episode, Score, Scorer, Turn
 from rl.types import Problem
 
 _TRIED = 8  # rows, from all over the data
@@ -31,7 +31,8 @@ def try_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
             f"have {there} and their prompt: rename the column, or give it a default in the function"
         )
     own = [_own_answer(row) for row in rows]
-    items = [(prompt_text(row.messages), answer or "", reward_meta(row, scorer)) for row, answer in zip(rows, own, strict=True)]
+    items = [(prompt_text(row.messages), answer or "", reward_meta(row, scorer), _turn(row, answer or "", scorer))
+             for row, answer in zip(rows, own, strict=True)]  # fmt: skip
     scores = scorer.score_many(items)
     failed = [score for score in scores if score.reward is None]
     if not failed:
@@ -42,6 +43,11 @@ def try_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
             what = "their own answers" if any(own) else "an empty answer"
             raise UserError(f"tried on {what} of {len(rows)} rows of {rows[0].tag}, {first}")
     return [f"tried on the answers of {len(rows)} rows, {first}; such samples are left out of training"]
+
+
+def _turn(row: Problem, answer: str, scorer: Scorer) -> Episode | None:
+    """The answer as an episode of one turn, for a reward that sees episodes; a token is taken to be a letter."""
+    return episode_of(row, Turn(answer, tokens=max(1, len(answer)))) if scorer.reward.episode else None
 
 
 def _own_answer(row: Problem) -> str | None:

@@ -12,7 +12,8 @@ from rl.sampler.decoder_fast import check_supported
 from rl.sampler.engine import Engine
 from rl.sampler.engine_paged import PagedEngine
 from rl.sampler.lengths import length_switch
-from rl.sampler.make import make_decoder
+from rl.sampler.make import make_base, make_decoder
+from rl.sampler.mixed import MixedDecoder, MixedEngine
 from rl.sampler.precision import frozen_matrices, lower_frozen_
 from rl.sampler.prompt_logprobs import score
 from rl.sampler.requests import Request
@@ -22,6 +23,8 @@ from rl.sampler.weights import Unsupported
 __all__ = [
     "Decoder",
     "Engine",
+    "MixedDecoder",
+    "MixedEngine",
     "PagedEngine",
     "Request",
     "RoutedEngine",
@@ -30,6 +33,7 @@ __all__ = [
     "frozen_matrices",
     "length_switch",
     "lower_frozen_",
+    "make_base",
     "make_decoder",
     "note_experts",
     "score",

@@ -41,6 +41,7 @@ class DecodeState(abc.ABC):
         self.prompt_lengths = np.zeros(0, np.int64)
         self.prompt_of_row = np.zeros(0, np.int64)
         self.response_lengths = np.zeros(0, np.int64)  # tokens fed so far, so one less than tokens drawn
+        self.prompt_weights: list[int] = []  # where a batch is of several models: whose read each prompt, and draw its rows
         self._prompt_experts: list[np.ndarray] = []  # where experts are noted: [tokens, B * K] of each prompt,
         self._row_experts: list[list[np.ndarray]] = []  # and [B * K] of each token of each row's response
 
@@ -108,6 +109,7 @@ class DecodeState(abc.ABC):
         self.prompt_lengths = self.prompt_lengths[prompt_source]
         self.prompt_of_row = new_slot[self.prompt_of_row[row_source]]
         self.response_lengths = self.response_lengths[row_source]
+        self.prompt_weights = [self.prompt_weights[slot] for slot in prompt_source] if self.prompt_weights else []
         self._row_experts = [self._row_experts[row] for row in row_source]
         if self._prompt_experts:
             self._prompt_experts = [self._prompt_experts[slot] for slot in prompt_source]

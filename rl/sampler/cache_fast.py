@@ -19,6 +19,7 @@ from rl.sampler.attention import Band, attention, make_bands, shared_attention
 from rl.sampler.cache import DecodeState, LogitsReader
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.forward_fast import FastForward
+from rl.sampler.projections import Whose
 from rl.types import PlacedImage
 
 Read = Callable[[int, Tensor], Tensor]
@@ -54,6 +55,7 @@ class FastState(DecodeState):
         self.row_kv = [empty for _ in decoder.layers]
         self.joint: list[Tensor] = []
         self._bands: list[Band] | None = None  # made anew after rows entered or left
+        self._whose: Whose | None = None  # likewise
 
     def _zeros(self, slots: int, positions: int) -> Tensor:
         """Zeros, because what is masked must be finite."""
@@ -100,7 +102,9 @@ class FastState(DecodeState):
         prompts: Sequence[Sequence[int]],
         readers: Sequence[LogitsReader | None],
         images: Sequence[Sequence[PlacedImage]] = (),
+        weights: Sequence[int] = (),
     ) -> Tensor:
+        """See `DecodeState`. `weights`: whose read each, where the decoder mixes."""
         first = len(self.prompt_lengths)
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
@@ -109,7 +113,8 @@ class FastState(DecodeState):
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
-        logits_PV = self.decoder.forward_prompts(prompts, readers, keep)
+        logits_PV = self.decoder.forward_prompts(prompts, readers, keep, weights)
+        self.prompt_weights = [*self.prompt_weights, *weights]
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
         return logits_PV
@@ -123,6 +128,7 @@ class FastState(DecodeState):
             block[:, slot, :, :length] = block[:, prompt, :, :length]
             block[:, slot, :, length : length + written] = rows[:, row, :, :written]
         self.prompt_lengths = np.append(self.prompt_lengths, length + written)
+        self.prompt_weights = [*self.prompt_weights, *([self.prompt_weights[prompt]] if self.prompt_weights else [])]
         self._bands = None
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -146,11 +152,12 @@ class FastState(DecodeState):
             keys, values = (block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1))
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
 
-        hidden = decoder.forward(ids, decoder.rope(position_BT, int(start_B.max()) + longest), attend)
+        whose = decoder.whose([self.prompt_weights[slot] for slot in slots]) if decoder.mixes else None
+        hidden = decoder.forward(ids, decoder.rope(position_BT, int(start_B.max()) + longest), attend, whose)
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += counts.numpy()
         self._bands = None
-        return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)]).float()
+        return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)], whose).float()
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         if self.decoder.cpu_kernels is not None:
@@ -175,9 +182,16 @@ class FastState(DecodeState):
 
         positions = self.prompt_lengths[self.prompt_of_row] + written
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
-        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend)
+        whose = self._whose_rows()
+        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, whose)
         self.response_lengths = written + 1
-        return decoder.head(hidden)
+        return decoder.head(hidden, whose)
+
+    def _whose_rows(self) -> Whose | None:
+        """Which rows are of whose weights, where there are several."""
+        if self._whose is None and self.decoder.mixes:
+            self._whose = self.decoder.whose([self.prompt_weights[slot] for slot in self.prompt_of_row])
+        return self._whose
 
     def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
         """`decode` on a CPU: rows of any lengths, each reading its prompt where it lies, so neither bands nor masks."""
@@ -193,9 +207,10 @@ class FastState(DecodeState):
                 written_N, heads,
             )  # fmt: skip
 
-        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend)
+        whose = self._whose_rows()
+        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend, whose)
         self.response_lengths = self.response_lengths + 1
-        return decoder.head(hidden)
+        return decoder.head(hidden, whose)
 
     def _reading(self, written_N: Tensor, longest: int, even: bool) -> Read:
         """How this step's attention reads the cache: (layer, queries [N, K, r, D]) to outputs of that shape."""
@@ -228,7 +243,12 @@ class FastState(DecodeState):
         return hidden_NL
 
     def _rows_changed(self) -> None:
-        self._bands = None
+        self._bands = self._whose = None
+
+    def scrub(self) -> None:
+        """After rows without numbers have left: what they wrote would reach whoever is given their place (0 times NaN is NaN)."""
+        for block in (*self.prompt_kv, *self.row_kv):
+            block.nan_to_num_(0.0, 0.0, 0.0)
 
     def _move_rows(self, source: np.ndarray) -> None:
         self._move(self.row_kv, source, int(self.response_lengths.max(initial=0)))

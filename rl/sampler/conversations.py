@@ -40,7 +40,8 @@ class Conversations:
         if name is None or job.request.scores_prompt:
             return None
         for slot, prompt in enumerate(self._prompts):
-            if prompt.conversation == name and prompt.tokens == job.key[0][: len(prompt.tokens)] != job.key[0]:
+            same = (prompt.conversation, prompt.weights) == (name, job.request.weights)
+            if same and prompt.tokens == job.key[0][: len(prompt.tokens)] != job.key[0]:
                 return slot
         return None
 
@@ -52,7 +53,7 @@ class Conversations:
         for (job, slot), new, logits_V in zip(jobs, news, self._state.extend([slot for _, slot in jobs], news), strict=True):
             self.counters.kept_tokens += len(self._prompts[slot].tokens)
             self.counters.prefill_tokens += len(new)
-            self._prompts[slot] = Prompt(job.key, logits_V, None)
+            self._prompts[slot] = Prompt(job.key, logits_V, None, job.request.weights)
         self.counters.prefill_prompts += len(jobs)
 
     def _keep(self, row: int, job: Job, tokens: list[int]) -> None:
@@ -69,4 +70,4 @@ class Conversations:
         state.reserve(*needed)
         state.keep_row(row)
         seen = (*job.key[0], *tokens[job.begun : job.begun + int(state.response_lengths[row])])
-        self._prompts.append(Prompt(("of", name), torch.empty(0), None, name, seen))
+        self._prompts.append(Prompt(("of", name), torch.empty(0), None, job.request.weights, name, seen))

@@ -30,6 +30,7 @@ class Decoder(abc.ABC):
     length_switch: LengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
+    base: Decoder | None = None  # of the bare model under its adapters, where all but these is that one's memory
 
     @abc.abstractmethod
     def load_(self, named_tensors: NamedTensors) -> None:

@@ -6,7 +6,7 @@ Proved equal to `decoder_hf` in the tests.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from rl.sampler.cache import LogitsReader
 from rl.sampler.cache_fast import FastState
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.forward_fast import Architecture, FastForward, LayerSpec
+from rl.sampler.projections import Embedding, Projection
 from rl.sampler.weights import Builder, Unsupported, unwrap
 from rl.types import PlacedImage
 
@@ -28,14 +29,23 @@ class FastDecoder(FastForward, Decoder):
     """See the module; built by `from_model`, or by `fork` from another version."""
 
     @classmethod
-    def from_model(cls, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> FastDecoder:
-        """Copy the weights of a HF model. Raises `Unsupported` with the reason if it is not one this decoder was proved for."""
-        base = model.get_base_model() if type(model).__module__.startswith("peft.") else model
-        check_supported(base)
-        embedding = unwrap(base.model.embed_tokens).base.weight
-        builder = Builder(model, dtype or embedding.dtype, device or embedding.device)
+    def from_model(
+        cls, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None, base: FastDecoder | None = None
+    ) -> FastDecoder:
+        """Copy the weights of a HF model. Raises `Unsupported` with the reason if it is not one this decoder was proved for.
+
+        `base`: a decoder of the bare model that the model's adapters stand on; what is the same there is shared and not copied.
+        """
+        plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
+        check_supported(plain)
+        embedding = unwrap(plain.model.embed_tokens).base.weight
+        builder = Builder(model, dtype or embedding.dtype, device or embedding.device, None if base is None else base.weights)
         with torch.no_grad():
-            return cls(_read_architecture(base, builder), builder.weights)
+            decoder = cls(_read_architecture(plain, builder), builder.weights)
+        if base is not None and base.weights.buffers.keys() <= decoder.weights.shared:
+            decoder.base = base
+            base.weights.shared = set(base.weights.buffers)
+        return decoder
 
     def load_(self, named_tensors: NamedTensors) -> None:
         with torch.no_grad():
@@ -43,7 +53,16 @@ class FastDecoder(FastForward, Decoder):
 
     def fork(self) -> FastDecoder:
         with torch.no_grad():
-            return FastDecoder(self.architecture, self.weights.fork())
+            other = FastDecoder(self.architecture, self.weights.fork())
+        other.base = self.base
+        return other
+
+    def parts(self) -> Iterator[Projection | Embedding]:
+        """Everything that an adapter may stand beside, in one order for all decoders of an architecture."""
+        yield self.embed
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+        yield self.head
 
     def few(self, layers: int, words: int) -> FastDecoder:
         """The first layers and the first outputs of the head, of the same weights: for a trial."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl.sampler.cache import compaction
 from rl.sampler.conversations import Conversations
 from rl.sampler.decoder import Decoder
-from rl.sampler.jobs import Job, Prompt, tokens_to_draw
+from rl.sampler.jobs import Job, Prompt, diverged, read_with, tokens_to_draw
 from rl.sampler.prompt_logprobs import PromptReader
 from rl.sampler.requests import Counters, Finished, Request
 from rl.sampler.rows import Rows
@@ -90,7 +90,7 @@ class Engine(Conversations):
             max_tokens=max_tokens,
             stop_row=self._stops.row(condition),
             stop_strings=condition.strings,
-            key=((*prompt, *begun), request.scores(), tuple(request.images)),
+            key=((*prompt, *begun), *request.reads()),
             left=request.num_samples,
             begun=len(begun),
             sequences=[None] * request.num_samples,
@@ -104,7 +104,7 @@ class Engine(Conversations):
         finished: list[Finished] = []
         while self.busy:
             finished.extend(self.step())
-        return [done.response for done in sorted(finished, key=lambda done: done.request_id)]
+        return [done.given() for done in sorted(finished, key=lambda done: done.request_id)]
 
     # ------------------------------------------------------------------------------------------------------ steps
 
@@ -193,10 +193,10 @@ class Engine(Conversations):
         for job in jobs:
             topk, targets = job.request.topk_prompt_logprobs, job.request.target_prompt_tokens
             readers.append(PromptReader(job.key[0], topk=topk, targets=targets) if job.request.scores_prompt else None)
-        images = {"images": [job.request.images for job in jobs]} if any(job.request.images for job in jobs) else {}
-        logits_PV = self._state.prefill([job.key[0] for job in jobs], [reader.read if reader else None for reader in readers], **images)
+        show, also = [reader.read if reader else None for reader in readers], read_with([job.request for job in jobs])
+        logits_PV = self._state.prefill([job.key[0] for job in jobs], show, **also)
         for job, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):
-            self._prompts.append(Prompt(job.key, logits_V, reader))
+            self._prompts.append(Prompt(job.key, logits_V, reader, job.request.weights))
             self.counters.prefill_tokens += len(job.key[0])
         self.counters.prefill_prompts += len(jobs)
 
@@ -240,13 +240,13 @@ class Engine(Conversations):
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
         tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
         both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # float64 holds every token id exactly
-        if np.isnan(both[1]).any():
-            requests = sorted(set(self._rows["job"][np.isnan(both[1])].tolist()))
-            raise FloatingPointError(
-                f"the logits are NaN or infinite for {len(requests)} requests (the first is number {requests[0]}): the weights "
-                "have diverged, or overflow in this dtype; lower the learning rate, or sample in float32"
-            )
-        return both[0].astype(np.int64), both[1]
+        chosen, bad = both[0].astype(np.int64), np.isnan(both[1])
+        if bad.any():
+            self._no_numbers(chosen, bad)
+        return chosen, both[1]
+
+    def _no_numbers(self, tokens: np.ndarray, bad: np.ndarray) -> None:  # the logits of some rows say nothing
+        raise diverged(sorted(set(self._rows["job"][bad].tolist())))
 
     def _ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which rows end with the token just recorded, and which of them because of a stop."""

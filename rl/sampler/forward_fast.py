@@ -17,7 +17,8 @@ from rl.sampler import cpu_kernels
 from rl.sampler.cache import LogitsReader
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decoder import prompt_batches
-from rl.sampler.weights import HeadProjection, Projection, ProjectionSpec, Weights
+from rl.sampler.projections import Embedding, HeadProjection, Projection, ProjectionSpec, Whose, groups
+from rl.sampler.weights import Weights
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
 _LOGITS_AT_ONCE = 1 << 25  # numbers of a slice of prompt logits shown to a reader
@@ -76,12 +77,15 @@ class Layer:
 class FastForward:
     """One version of the weights and the forward over them; nothing is remembered between calls but rotary tables."""
 
+    mixes = False  # whether rows may be of different adapters (`rl.sampler.mixed`)
+
     def __init__(self, architecture: Architecture, weights: Weights):
         self.architecture, self.weights = architecture, weights
         self.vocab_size, self.max_positions = architecture.vocab_size, architecture.max_positions
         buffers = weights.buffers
-        self.embed_VE = buffers[architecture.embed]
-        self.device, self.dtype = self.embed_VE.device, self.embed_VE.dtype
+        embed_VE, adapter = buffers[architecture.embed], architecture.embed_adapter
+        self.embed = Embedding(embed_VE, None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2]))
+        self.device, self.dtype = embed_VE.device, embed_VE.dtype
         self.layers = [Layer(spec, buffers) for spec in architecture.layers]
         self.norm_E = buffers[architecture.norm]
         self.head = HeadProjection(architecture.head, buffers)
@@ -105,70 +109,71 @@ class FastForward:
             self._rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(self.device, self.dtype)
         return self._rope
 
-    def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def whose(self, numbers: Sequence[int]) -> Whose | None:
+        """Rows by their adapters' numbers, for the methods below; None where all rows are of the same weights."""
+        return groups(numbers, self.device) if self.mixes else None
+
+    def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, whose: Whose | None = None) -> Tensor:
         """Last hidden states [.., E], after the final norm."""
         a = self.architecture
-        x = self.embed(ids)
+        x = self.embed(ids, whose)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.rms(x, layer.norm_in)).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+            qkv = layer.qkv(self.rms(x, layer.norm_in), whose).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
             qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
             if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
                 qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
-            x = layer.out(attend(i, q, k, v)).add_(x)
-            gate, up = layer.gate_up(self.rms(x, layer.norm_mlp)).chunk(2, dim=-1)
-            x = layer.down(F.silu(gate).mul_(up)).add_(x)
+            x = layer.out(attend(i, q, k, v), whose).add_(x)
+            gate, up = layer.gate_up(self.rms(x, layer.norm_mlp), whose).chunk(2, dim=-1)
+            x = layer.down(F.silu(gate).mul_(up), whose).add_(x)
         return self.rms(x, self.norm_E)
 
-    def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep) -> Tensor:
+    def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None) -> Tensor:
         """`forward` for one token a row on a CPU, with what lies between the matrix products done by `kernels`."""
         eps = self.architecture.eps
-        x = self.embed(ids_N)
+        x = self.embed(ids_N, whose)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps))
-            x = layer.out(attend(i, qkv, layer.norm_qk)).add_(x)
-            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps))
-            x = layer.down(kernels.silu_mul(gate_up)).add_(x)
+            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps), whose)
+            x = layer.out(attend(i, qkv, layer.norm_qk), whose).add_(x)
+            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), whose)
+            x = layer.down(kernels.silu_mul(gate_up), whose).add_(x)
         return kernels.rms_norm(x, self.norm_E, eps)
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.eps)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        x = F.embedding(ids, self.embed_VE)
-        if self.architecture.embed_adapter is not None:
-            a_key, b_key, scale = self.architecture.embed_adapter
-            low = F.embedding(ids, self.weights.buffers[a_key].T)
-            x = x + (F.linear(low, self.weights.buffers[b_key]) * scale).to(x.dtype)
-        return x
-
     def forward_prompts(
-        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None], keep: KeepPrompt | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        keep: KeepPrompt | None,
+        numbers: Sequence[int] = (),
     ) -> Tensor:
         """Read prompts, padded on the right where their lengths differ (what comes later is not seen). Last logits [P, V].
 
-        `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store.
+        `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store. `numbers`: of each prompt's adapter (`whose`).
         """
         logits_PV = torch.empty(len(prompts), self.vocab_size, dtype=torch.float32, device=self.device)
         for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
             ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
             rope = self.rope(torch.arange(longest, device=self.device), longest)
-            hidden = self.forward(ids, rope, self._prompt_attention(batch, keep))
+            whose = self.whose([numbers[i] for i in batch]) if numbers else None
+            hidden = self.forward(ids, rope, self._prompt_attention(batch, keep), whose)
             last = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
             rows = torch.arange(len(batch), device=self.device)
-            logits_PV[torch.tensor(batch, device=self.device)] = self.head(hidden[rows, last]).float()
+            logits_PV[torch.tensor(batch, device=self.device)] = self.head(hidden[rows, last], whose).float()
             for row, i in enumerate(batch):
-                self._show(readers[i], hidden[row, : len(prompts[i])])
+                self._show(readers[i], hidden[row, : len(prompts[i])], [(numbers[i], None)] if numbers else None)
         return logits_PV
 
-    def _show(self, reader: LogitsReader | None, hidden_TE: Tensor) -> None:
+    def _show(self, reader: LogitsReader | None, hidden_TE: Tensor, whose: Whose | None) -> None:
         """The logits of a prompt to its reader, a bounded slice at a time."""
         if reader is None:
             return
         step = max(_LOGITS_AT_ONCE // self.vocab_size, 1)
         for start in range(0, len(hidden_TE), step):
-            reader(start, self.head(hidden_TE[start : start + step]))
+            reader(start, self.head(hidden_TE[start : start + step], whose))
 
     def _prompt_attention(self, batch: list[int], keep: KeepPrompt | None) -> Attend:
         repeat = self.architecture.heads // self.architecture.key_heads

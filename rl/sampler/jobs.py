@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -45,14 +46,31 @@ class Job:
 class Prompt:
     """A prompt in the cache: the logits after its last token, and what was read of its own tokens.
 
-    `conversation`: whose turns it holds, for the next one (no logits then); `tokens`: what they are.
+    `weights`: see `Request`. `conversation`: whose turns it holds, for the next one (no logits then); `tokens`: what they are.
     """
 
     key: tuple
     logits_V: Tensor
     reader: PromptReader | None
+    weights: int | None = None
     conversation: str | None = None
     tokens: tuple[int, ...] = ()
+
+
+def read_with(requests: Sequence[Request]) -> dict[str, Any]:
+    """What `DecodeState.prefill` takes beside the tokens: images, and whose weights read them, where any say so."""
+    also: dict[str, Any] = {"images": [request.images for request in requests]} if any(request.images for request in requests) else {}
+    if any(request.weights is not None for request in requests):
+        also["weights"] = [request.weights for request in requests]
+    return also
+
+
+def diverged(requests: Sequence[int]) -> FloatingPointError:
+    """What is told of requests whose logits say nothing."""
+    return FloatingPointError(
+        f"the logits are NaN or infinite for {len(requests)} requests (the first is number {requests[0]}): the weights "
+        "have diverged, or overflow in this dtype; lower the learning rate, or sample in float32"
+    )
 
 
 class Limits(Protocol):

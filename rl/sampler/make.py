@@ -22,19 +22,22 @@ def make_decoder(
     device: torch.device | str | None = None,
     kind: str = "auto",
     weights: NamedTensors | None = None,
+    base: Decoder | None = None,
 ) -> Decoder:
     """A decoder over a copy of the weights of a HF causal LM, which may be PEFT-wrapped: training the model does not change it.
 
     "fast" is the hand-written decoder of the Llama family, "hf" the model's own forward; "auto" takes the fast one for the
     architectures and features it was proved for. `dtype` (default: the model's) is that of the base weights; adapters keep
     theirs. Adapters are applied unmerged. `weights`: all of them, where the model given is a shell whose own mean nothing.
+    `base`: a decoder of the bare model under the adapters, whose memory is shared where it holds the same (`FastDecoder.base`).
     The decoder is tried out against the model's plain forward (see `probe`); UserError for a model that cannot be sampled.
     """
     without_cudnn()
     where = torch.device(device) if device is not None else None
     if kind not in ("auto", "fast", "hf"):
         raise ValueError(f"kind is 'auto', 'fast' or 'hf', got {kind!r}")
-    decoder = None if kind == "hf" else _fast(model, dtype, where, kind)
+    shared = base if isinstance(base, FastDecoder) and weights is None else None
+    decoder = None if kind == "hf" else _fast(model, dtype, where, kind, shared)
     hollow = weights is not None
     if isinstance(decoder, FastDecoder):
         if weights is not None:
@@ -53,10 +56,26 @@ def make_decoder(
     return generic
 
 
-def _fast(model: Any, dtype: torch.dtype | None, device: torch.device | None, kind: str) -> FastDecoder | None:
+def make_base(model: Any, dtype: torch.dtype | None, device: torch.device | str | None, kind: str = "auto") -> Decoder | None:
+    """A decoder of a bare model whose memory those of adapters on it share (`make_decoder`'s `base`), and a batch with them.
+
+    None where adapters on it can share neither: the hand-written decoder does not know it, or "hf" is asked for.
+    """
+    if kind == "hf":
+        return None
+    try:
+        decoder = FastDecoder.from_model(model, dtype, None if device is None else torch.device(device))
+    except Unsupported:
+        return None
+    return decoder if agrees_with(decoder, model) else None
+
+
+def _fast(
+    model: Any, dtype: torch.dtype | None, device: torch.device | None, kind: str, base: FastDecoder | None
+) -> FastDecoder | None:
     """The fast decoder; None for a model that it does not know, ValueError where no other was asked for."""
     try:
-        return FastDecoder.from_model(model, dtype, device)
+        return FastDecoder.from_model(model, dtype, device, base)
     except Unsupported as reason:
         if kind == "fast":
             raise ValueError(f"the fast decoder does not know {reason}; use kind='auto' or kind='hf'") from reason

@@ -20,7 +20,7 @@ class Request:
     [prompt tokens - 1, K]) those of other tokens: row i's in the place of the prompt's token i + 1; -1 asks for nothing. `begun` (of
     one sample alone): what is drawn of it already; it goes on after that, from the same random stream. `images`: of the prompt, placed.
     `conversation`: a name; what this request has read and drawn stays in the cache, as far as there is room, for the next request of
-    that name, which reads what is new alone.
+    that name, which reads what is new alone. `weights`: whose these are, by number, where a batch is of several (`rl.sampler.mixed`).
     """
 
     prompt: Sequence[int]
@@ -35,24 +35,32 @@ class Request:
     begun: SampledSequence | None = None
     images: Sequence[PlacedImage] = ()
     conversation: str | None = None
+    weights: int | None = None
 
     @property
     def scores_prompt(self) -> bool:
         """Whether something is asked of the prompt's own tokens."""
         return self.include_prompt_logprobs or self.topk_prompt_logprobs > 0 or self.target_prompt_tokens is not None
 
-    def scores(self) -> tuple:
-        """What is asked of them: requests with the same prompt share it where this is the same."""
+    def reads(self) -> tuple:
+        """What is asked of the prompt, and with what it is read: requests with the same tokens share them where this is the same."""
         targets = self.target_prompt_tokens
-        return self.include_prompt_logprobs, self.topk_prompt_logprobs, None if targets is None else (targets.shape, targets.tobytes())
+        asked = None if targets is None else (targets.shape, targets.tobytes())
+        return self.include_prompt_logprobs, self.topk_prompt_logprobs, asked, tuple(self.images), self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request of which every sample has ended."""
+    """A request of which every sample has ended; an error: of one that failed where others go on."""
 
     request_id: int
-    response: SampleResponse
+    response: SampleResponse | FloatingPointError
+
+    def given(self) -> SampleResponse:
+        """The response; raises the error."""
+        if isinstance(self.response, FloatingPointError):
+            raise self.response
+        return self.response
 
 
 @dataclass(slots=True)

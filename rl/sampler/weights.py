@@ -6,17 +6,15 @@ buffer, so that one matmul serves them. Shapes: I inputs, O outputs, R ranks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rl.sampler.decoder import NamedTensors
-from rl.sampler.precision import linear_fp32
+from rl.sampler.projections import Adapter, ProjectionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +35,39 @@ class Weights:
         self.pieces: dict[str, Piece] = {}
         self.shared: set[str] = set()
 
-    def add(self, key: str, parts: Sequence[tuple[Sequence[str], Tensor]], dtype: torch.dtype, device: torch.device) -> None:
-        """Stack parameters, each given with all its names, along their first dimension into the buffer `key`."""
-        rows = sum(len(parameter) for _, parameter in parts)
-        buffer = torch.empty(rows, *parts[0][1].shape[1:], dtype=dtype, device=device)
-        start = 0
+    def add(
+        self,
+        key: str,
+        parts: Sequence[tuple[Sequence[str], Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        base: Weights | None = None,
+    ) -> None:
+        """Stack parameters, each given with all its names, along their first dimension into the buffer `key`.
+
+        It is the buffer of `base`, shared, where that holds the same numbers under this key and none of them is trained.
+        """
+        rows, start, trained = sum(len(parameter) for _, parameter in parts), 0, any(parameter.requires_grad for _, parameter in parts)
         for names, parameter in parts:
-            buffer[start : start + len(parameter)].copy_(parameter.detach())
             for name in names:
                 self.pieces[name] = Piece(key, start, len(parameter), parameter.requires_grad)
             start += len(parameter)
-        self.buffers[key] = buffer
+        shared = None if base is None or trained else base.buffers.get(key)
+        if shared is not None and len(shared) == rows and all(same(self._of(shared, names[0]), parameter) for names, parameter in parts):
+            self.buffers[key] = shared
+            self.shared.add(key)
+            return
+        self.buffers[key] = torch.empty(rows, *parts[0][1].shape[1:], dtype=dtype, device=device)
+        for names, parameter in parts:
+            self.view(names[0]).copy_(parameter.detach())
+
+    def _of(self, buffer: Tensor, name: str) -> Tensor:
+        piece = self.pieces[name]
+        return buffer[piece.start : piece.start + piece.length]
 
     def view(self, name: str) -> Tensor:
         """The parameter of this name, a view of its buffer."""
-        piece = self.pieces[name]
-        return self.buffers[piece.buffer][piece.start : piece.start + piece.length]
+        return self._of(self.buffers[self.pieces[name].buffer], name)
 
     def load_(self, named_tensors: NamedTensors) -> None:
         """See `Decoder.load_`."""
@@ -78,74 +93,21 @@ class Weights:
         return other
 
 
+def same(own: Tensor, new: Tensor) -> bool:
+    """Whether `new` comes to the same numbers in the dtype, and on the device, of `own`."""
+    return own.shape == new.shape and torch.equal(own, new.detach().to(own))
+
+
 def refuse_change_of_shared(name: str, own: Tensor, new: Tensor) -> None:
     """A frozen weight that forks share may be given again but not changed: it would change the other versions too."""
-    if not torch.equal(own, new.detach().to(own)):
+    if not same(own, new):
         raise ValueError(
             f"{name} is frozen and shared by forked decoders, so it cannot take another value: "
             "pass trainable parameters alone, or build a new decoder with make_decoder"
         )
 
 
-# ------------------------------------------------------------------------------------------------------- projections
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Low-rank addition to some outputs of a projection: outputs[columns] += scale * low[ranks] B^T, low = x A^T."""
-
-    b_key: str
-    scale: float
-    columns: slice
-    ranks: slice
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionSpec:
-    """Which buffers a (fused) linear layer reads."""
-
-    weight: str
-    bias: str | None = None
-    lora_a: str | None = None
-    adapters: tuple[Adapter, ...] = ()
-
-
-class Projection:
-    """x [..., I] to [..., O]: base matmul, plus unmerged adapters in their own dtype, as PEFT adds them."""
-
-    __slots__ = ("adapters", "bias", "lora_a", "weight")
-
-    def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor]):
-        self.weight = buffers[spec.weight]
-        self.bias = buffers[spec.bias] if spec.bias else None
-        self.lora_a = buffers[spec.lora_a] if spec.lora_a else None
-        self.adapters = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in spec.adapters]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._adapted(x, F.linear(x, self.weight, self.bias))
-
-    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.lora_a is not None:
-            low = F.linear(x.to(self.lora_a.dtype), self.lora_a)
-            for b_OR, scale, columns, ranks in self.adapters:
-                y[..., columns] += (F.linear(low[..., ranks], b_OR) * scale).to(y.dtype)
-        return y
-
-
-class HeadProjection(Projection):
-    """The output head: logits in float32 also where weights and hidden states are half precision, as a learner's are."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._adapted(x, linear_fp32(x, self.weight, self.bias))
-
-    def first(self, outputs: int) -> HeadProjection:
-        """The first outputs alone, of the same weights."""
-        other = copy.copy(self)
-        other.weight, other.bias = self.weight[:outputs], None if self.bias is None else self.bias[:outputs]
-        other.adapters = [(b_OR[:outputs], scale, columns, ranks) for b_OR, scale, columns, ranks in self.adapters]
-        return other
+# ----------------------------------------------------------------------------------------------------- reading a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +152,9 @@ class Unsupported(Exception):
 class Builder:
     """Adds a model's modules to `Weights` under the names that its parameters have."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
-        self.weights = Weights()
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, base: Weights | None = None):
+        """`base`: whose buffers are taken rather than filled, where they hold what the model's do."""
+        self.weights, self.base = Weights(), base
         self.dtype, self.device = dtype, device
         self.names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -206,7 +169,7 @@ class Builder:
 
     def tensors(self, key: str, parameters: Sequence[Tensor]) -> str:
         """Several parameters, one below the other."""
-        self.weights.add(key, self._named(parameters), self.dtype, self.device)
+        self.weights.add(key, self._named(parameters), self.dtype, self.device, self.base)
         return key
 
     def adapter(self, key: str, parameter: Tensor) -> str:
@@ -219,13 +182,13 @@ class Builder:
         parts = [unwrap(module) for module in modules]
         weight, bias, lora_a = tied_to or f"{key}.weight", None, None
         if tied_to is None:
-            self.weights.add(weight, self._named(part.base.weight for part in parts), self.dtype, self.device)
+            self.weights.add(weight, self._named(part.base.weight for part in parts), self.dtype, self.device, self.base)
         biased = [part.base.bias for part in parts if part.base.bias is not None]
         if biased:
             if len(biased) < len(parts):
                 raise Unsupported(f"a bias on some of {key} alone")
             bias = f"{key}.bias"
-            self.weights.add(bias, self._named(biased), self.dtype, self.device)
+            self.weights.add(bias, self._named(biased), self.dtype, self.device, self.base)
         adapters, first_rank, first_column = [], 0, 0
         for i, part in enumerate(parts):
             columns = slice(first_column, first_column + part.base.out_features)

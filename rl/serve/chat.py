@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rl.errors import APIStatusError
+from rl.renderers import StopsAt, opens_thoughts, shown
 from rl.serve.chat_fields import Refused, own_texts
 from rl.serve.chat_reply import choice, head_of, parsed, reply
-from rl.serve.chat_request import read_chat
+from rl.serve.chat_request import read_chat, read_messages
 from rl.serve.chat_stream import ChatWriter, Live, Writer
 from rl.serve.chat_top import top_logprobs
 from rl.serve.episodes import Desk, Session, Sessions, Turn
@@ -182,14 +183,16 @@ async def chat(serving: Serving, body: Any, session: Session, live: Live | None)
     def writer() -> ChatWriter:
         return ChatWriter(asked, head, with_tools, stops, prompt)
 
-    shown = {}
+    show = {}
     if live is not None:
-        live.writer, shown = writer(), {"show": live.show()}
-    response = await session.draw(desk, asked.model, prompt, asked.n, params, **shown)
-    choices = []
+        live.writer, show = writer(), {"show": live.show()}
+    response = await session.draw(desk, asked.model, prompt, asked.n, params, **show)
+    choices, within = [], opens_thoughts(with_tools, prompt)
     for index, sequence in enumerate(response.sequences):
         message, ended = parsed(with_tools, stops, sequence)
-        session.note(Turn(prompt, sequence, message, ended, asked.messages, asked.tools))
         top = await top_logprobs(session, desk, asked.model, prompt, sequence, asked.top_logprobs) if asked.top_logprobs else None
-        choices.append(choice(asked, with_tools, index, sequence, message, top))
+        seen = shown(StopsAt(with_tools, stops) if stops else with_tools, sequence.tokens, within, ended=True)
+        choices.append(choice(asked, with_tools, index, sequence, seen, top))
+        (back,) = read_messages([choices[-1]["message"]])
+        session.note(Turn(prompt, sequence, message, ended, asked.messages, asked.tools), back)
     return reply(asked, head, prompt, choices, response.sequences), writer if live is not None else None

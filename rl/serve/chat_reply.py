@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -51,21 +50,17 @@ def parsed(renderer: Renderer, stops: Sequence[str], sequence: SampledSequence) 
 
 
 def choice(asked: ChatAsk, renderer: Renderer, index: int, sequence: SampledSequence, message: Message, top: TopLogprobs | None) -> dict:
-    """A choice. `message`: as `parsed` gave it. Each call gets an id."""
+    """A choice. `message`: as `rl.renderers.shown` gave it. Each call gets an id."""
     calls = message.get("tool_calls") or ()
     said: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
     said |= {"reasoning_content": message["reasoning_content"]} if "reasoning_content" in message else {}
     if calls:
         said["content"] = message["content"] or None
-        said["tool_calls"] = [{"id": new_id("call"), "type": "function", "function": _as_text(call["function"])} for call in calls]
+        said["tool_calls"] = [{"id": new_id("call"), "type": "function", "function": call["function"]} for call in calls]
     reason = "length" if sequence.stop_reason == "length" else "tool_calls" if calls else "stop"
     logprobs = {"content": content_logprobs(renderer.tokenizer, sequence, asked.as_ids, top), "refusal": None} if asked.logprobs else None
     found = {"index": index, "message": said, "finish_reason": reason, "logprobs": logprobs}
     return found | ({"token_ids": list(sequence.tokens)} if asked.return_token_ids else {})
-
-
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 def usage(prompts: int, sequences: Sequence[SampledSequence]) -> dict[str, int]:

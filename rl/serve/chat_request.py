@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.renderers import Renderer
+from rl.renderers import Renderer, broken_call
 from rl.serve.chat_fields import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, Refused, sampling_params
 from rl.types import Message, SamplingParams
 
@@ -126,6 +126,10 @@ def read_messages(given: Sequence[Any]) -> list[Message]:
         if role == "assistant":
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
             calls = [_call(call, f"{place}.tool_calls[{k}]", named) for k, call in enumerate(one.get("tool_calls") or ())]
+            broken = [call["function"] for call in calls if isinstance(call["function"]["arguments"], str)]
+            if broken:  # as the model wrote them: text, and no calls
+                message["content"] = "\n".join([*([message["content"]] if message["content"] else []), *map(broken_call, broken)])
+            calls = [call for call in calls if not isinstance(call["function"]["arguments"], str)]
             message |= {"tool_calls": calls} if calls else {}
         elif role == "tool":
             name = one.get("name") or named.get(str(one.get("tool_call_id")))
@@ -158,11 +162,13 @@ def _call(call: Any, place: str, named: dict[str, str]) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Refused(f"{place} is a call of a function: {{id, type, function: {{name, arguments}}}}", place)
     arguments = function.get("arguments")
+    named[str(call.get("id"))] = function["name"]
     try:
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{place}.function.arguments is no JSON ({error})", f"{place}.function.arguments") from error
+        if not str(arguments).startswith("{"):
+            raise Refused(f"{place}.function.arguments is no JSON ({error})", f"{place}.function.arguments") from error
+        return {"type": "function", "function": {"name": function["name"], "arguments": str(arguments)}}  # a model's own, cut off or wrong
     if not isinstance(arguments, Mapping):
         raise Refused(f"{place}.function.arguments is a JSON object, as text", f"{place}.function.arguments")
-    named[str(call.get("id"))] = function["name"]
     return {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}

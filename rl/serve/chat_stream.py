@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from rl.renderers import Renderer, StopsAt, opens_thoughts, parse_begun
-from rl.serve.chat_reply import content_logprobs
+from rl.renderers import Renderer, StopsAt, opens_thoughts, shown
+from rl.serve.chat_reply import content_logprobs, new_id
 from rl.serve.chat_request import ChatAsk
 from rl.types import SampledSequence
 
@@ -51,7 +51,7 @@ class Live:
 
 
 class ChatWriter:
-    """Of a chat completion. Logprobs and ids come with the tokens that they are of; texts when they are certain; calls whole."""
+    """Of a chat completion. Logprobs and ids come with their tokens; texts, and calls piece by piece, when they are certain."""
 
     def __init__(self, asked: ChatAsk, head: Mapping[str, Any], renderer: Renderer, stops: Sequence[str], prompt: Sequence[int]):
         self.asked, self.renderer = asked, renderer
@@ -60,12 +60,13 @@ class ChatWriter:
         self.prompt = {"prompt_token_ids": list(prompt)} if asked.return_token_ids else {}
         self.within_thoughts = opens_thoughts(renderer, prompt)
         self.sent: dict[int, dict[str, str]] = {}  # texts, by choice
+        self.calls: dict[int, list[str]] = {}  # of each of a choice's calls, the arguments that were sent
         self.tokens: dict[int, int] = {}  # how many of a choice's are sent
 
     def more(self, samples: Samples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
             yield from self._begin(index)
-            message = parse_begun(self.reader, sequence.tokens, self.within_thoughts)
+            message = shown(self.reader, sequence.tokens, self.within_thoughts, ended=False)
             deltas = self._new(index, message)
             news = {} if self.asked.top_logprobs else self._drawn(index, sequence)
             if deltas or news:
@@ -84,8 +85,6 @@ class ChatWriter:
             yield self._event(index, deltas[0] if deltas else {"content": ""}, **news)
             for delta in deltas[1:]:
                 yield self._event(index, delta)
-            for i, call in enumerate(message.get("tool_calls") or ()):
-                yield self._event(index, {"tool_calls": [{"index": i, **call}]})
             yield self._event(index, {}, finish_reason=choice["finish_reason"])
         if self.asked.usage_in_stream:
             yield {**self.head, "choices": [], "usage": whole["usage"]}
@@ -96,14 +95,25 @@ class ChatWriter:
             first, self.prompt = self.prompt, {}
             yield {**self._event(index, {"role": "assistant", "content": ""}), **first}
 
-    def _new(self, index: int, message: Mapping[str, Any]) -> list[dict[str, str]]:
-        """What of the message's texts was not sent yet. One that turned out otherwise (see `parse_begun`) is sent behind what was."""
-        deltas, sent = [], self.sent[index]
+    def _new(self, index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What of the message was not sent yet. A text that turned out otherwise (see `shown`) is sent behind what was."""
+        deltas: list[dict[str, Any]] = []
+        sent = self.sent[index]
         for name in ("reasoning_content", "content"):
             text, before = message.get(name) or "", sent.get(name, "")
             if not before.startswith(text):
                 deltas.append({name: text.removeprefix(before)})
                 sent[name] = text
+        begun = self.calls.setdefault(index, [])
+        for i, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call["function"]["arguments"]
+            if i == len(begun):  # the first piece has its name and an id, as OpenAI's has
+                begun.append("")
+                first = {"id": call.get("id") or new_id("call"), "type": "function", "function": {**call["function"], "arguments": ""}}
+                deltas.append({"tool_calls": [{"index": i, **first}]})
+            if len(arguments) > len(begun[i]):
+                deltas.append({"tool_calls": [{"index": i, "function": {"arguments": arguments.removeprefix(begun[i])}}]})
+                begun[i] = arguments
         return deltas
 
     def _drawn(self, index: int, sequence: SampledSequence) -> dict[str, Any]:

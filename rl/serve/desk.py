@@ -27,6 +27,7 @@ _STEPS_SHOWN = 4  # tokens in a slice, where somebody reads along
 _GATHER_SECONDS, _MOST_GATHER_SECONDS = 0.002, 0.02  # samples that come within so short a time are drawn together
 
 Show = Callable[[dict[int, SampledSequence]], None]
+Drawing = SamplingClient | int  # what shares a batch: those on one base, by its number (`mixes`), or one client's alone
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Desk:
         self._bases: dict[str, SamplingClient] = {}
         self._renderers: dict[str, Renderer] = {}
         self._created = int(time.time())
-        self._streams: dict[SamplingClient, tuple[SampleStream, dict[int, SampleJob]]] = {}  # what is being drawn, by its weights
+        self._streams: dict[Drawing, tuple[SampleStream, dict[int, SampleJob]]] = {}  # what is being drawn
         self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
         self.tally.gauges["queued"] = lambda: float(len(self.turns))
 
@@ -172,8 +173,8 @@ class Desk:
             self._let_in(self.turns.samples())
             if self.ending and time.monotonic() > self._leave_at:
                 self._abandon()
-            for client in list(self._streams):
-                self._draw(client)
+            for drawing in list(self._streams):
+                self._draw(drawing)
 
     def _gather(self) -> None:
         """Waits a moment for the rest of a wave, so that its first sample is not drawn alone."""
@@ -199,22 +200,24 @@ class Desk:
         _settle(job.done, result, error, job.what)
 
     def _let_in(self, samples: Sequence[SampleJob]) -> None:
-        """Samples join what is being drawn from the same weights. One that cannot run fails alone."""
+        """Samples join what is being drawn from the same weights, or on the same base. One that cannot run fails alone."""
         for job in samples:
             what = {name: value for name, value in job.arguments.items() if name not in ("prompt", "sequence_ids")}
             try:
-                client = job.client()
+                client = job.drawn_by = job.client()
                 request = client.request(job.arguments["prompt"], **what)
                 job.prompt_tokens = len(request.prompt)
-                stream, tickets = self._streams.get(client) or (SampleStream(client), {})
-                self._streams[client] = (stream, tickets)
-                tickets[stream.add(request)] = job
+                drawing: Drawing = client if client.mixes is None else client.mixes
+                stream, tickets = self._streams.get(drawing) or (SampleStream(client, mixed=client.mixes is not None), {})
+                ticket = stream.add(request, client)
+                self._streams[drawing] = (stream, tickets)
+                tickets[ticket] = job
             except BaseException as error:
                 _settle(job.done, None, error, "sample")
 
-    def _draw(self, client: SamplingClient) -> None:
-        """A slice of what is drawn from these weights; who has ended is answered, who has gone leaves."""
-        begin, (stream, tickets) = time.perf_counter(), self._streams[client]
+    def _draw(self, drawing: Drawing) -> None:
+        """A slice of what shares a batch; who has ended is answered, who has gone leaves."""
+        begin, (stream, tickets) = time.perf_counter(), self._streams[drawing]
         for ticket in [ticket for ticket, job in tickets.items() if job.done.cancelled()]:
             stream.drop(ticket)
             del tickets[ticket]
@@ -231,10 +234,10 @@ class Desk:
             tickets.clear()
             finished = {}
         for ticket, response in finished.items():
-            self._answer(client, tickets.pop(ticket), response)
+            self._answer(tickets.pop(ticket), response)
         if not tickets:
             stream.close()
-            del self._streams[client]
+            del self._streams[drawing]
         self.tally.add("work_seconds_total", time.perf_counter() - begin, verb="sample")
 
     def _abandon(self) -> None:
@@ -245,12 +248,12 @@ class Desk:
             stream.close()
         self._streams.clear()
 
-    def _answer(self, client: SamplingClient, job: SampleJob, response: SampleResponse | ValueError) -> None:
-        if isinstance(response, ValueError):
+    def _answer(self, job: SampleJob, response: SampleResponse | Exception) -> None:
+        if isinstance(response, Exception):
             _settle(job.done, None, response, "sample")
             return
         ids = job.arguments.get("sequence_ids") or [sequence.sequence_id for sequence in response.sequences]
-        client.name_samples(response, ids, job.arguments.get("prompt_logprobs_last_n"))
+        job.drawn_by.name_samples(response, ids, job.arguments.get("prompt_logprobs_last_n"))
         self.tally.add("sampled_tokens_total", sum(len(sequence.tokens) for sequence in response.sequences))
         self.tally.add("prompt_tokens_total", job.prompt_tokens)
         _settle(job.done, response, None, "sample")

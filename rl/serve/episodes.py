@@ -96,8 +96,8 @@ class Session:
                 known[k], count, last = turn.answer, k + 1, turn
         return known, count, last
 
-    def note(self, turn: Turn) -> None:
-        """Keeps a turn, to be continued."""
+    def note(self, turn: Turn, back: Message | None = None) -> None:
+        """Keeps a turn, to be continued. `back`: its answer as a client has it, and sends it again."""
         self.turns.append(turn)
         self.touched = time.monotonic()
         if turn.messages is None:
@@ -105,9 +105,10 @@ class Session:
         clean = {key: value for key, value in turn.answer.items() if key != "unparsed_tool_calls"}
         turn.answer = clean
         turn.told = list(turn.messages)[self._continued(turn.messages, turn.tools)[1] :]
-        for answer in (clean, {key: value for key, value in clean.items() if key != "reasoning_content"}):
-            *_, chain = _chains([*turn.messages, answer], turn.tools)
-            self._by_chain[chain] = turn
+        for answer in (clean, *([] if back is None else [back])):
+            for said in (answer, {key: value for key, value in answer.items() if key != "reasoning_content"}):
+                *_, chain = _chains([*turn.messages, said], turn.tools)
+                self._by_chain[chain] = turn
 
     async def once(self, key: bytes, repeated: bool, do: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """What `do` gives; for a request that is sent again, what it gave (or is about to give) the first time.

@@ -123,10 +123,10 @@ class Episode(Session):
                     raise Refused(f"{name}={wanted}: the run says how tokens are drawn; leave it out", name)
                 self.overruled[name] = wanted
 
-    def note(self, turn: Turn) -> None:
+    def note(self, turn: Turn, back: Message | None = None) -> None:
         if turn.messages is not None:
             turn.messages = self._begun(turn.messages)
-        super().note(turn)
+        super().note(turn, back)
         ask = self._asks.pop(id(turn.sequence), None)
         if ask is not None:
             asked = turn.messages if turn.messages is not None else ()

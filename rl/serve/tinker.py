@@ -17,9 +17,11 @@ from rl.ranks import checkpoint
 from rl.serve import convert, wire
 from rl.serve.body import Body
 from rl.serve.book import Book, Model, Sampler, Session
+from rl.serve.compressed import expanded, reads_zstd
 from rl.serve.desk import Desk
 from rl.serve.promises import Promise, Promises, digest_of, settled
 from rl.serve.refusals import Interrupted, Refused, told
+from rl.serve.settings import LOOPBACK
 from rl.serve.tenants import Tenants
 from rl.types import ForwardBackwardOutput, SampleResponse
 
@@ -66,8 +68,9 @@ class Tinker:
     # -------------------------------------------------------------------------------------------------------- sessions
 
     async def config(self, request: Request) -> Response:
-        """What the SDK may do here: chunks in parallel, keys as they are, bodies as they are."""
-        flags = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "parallel_fwdbwd_chunks": True}
+        """What the SDK may do here: chunks in parallel, keys as they are, bodies compressed where they come from another machine."""
+        far = self.desk.settings.host not in LOOPBACK and reads_zstd()
+        flags = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": far, "parallel_fwdbwd_chunks": True}
         return JSONResponse({**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False})
 
     async def dynamic_config(self, request: Request) -> Response:
@@ -164,9 +167,8 @@ class Tinker:
         raw = await request.body()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             raise Refused(415, f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker")
-        if request.headers.get("content-encoding"):
-            raise Refused(415, "compressed bodies are not read here (client/config says so: proto_compress_fwdbwd)")
-        message = await asyncio.to_thread(wire.parse, "ForwardBackwardRequest", raw)
+        encoding, most = request.headers.get("content-encoding", ""), self.desk.settings.limits.body_bytes
+        message = await asyncio.to_thread(lambda: wire.parse("ForwardBackwardRequest", expanded(raw, encoding, most)))
         model = self.book.model(message.model_id, request.state.owner)
         if message.seq_id < 1:
             raise Refused(400, f"seq_id is at least 1, got {message.seq_id}")

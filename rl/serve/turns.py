@@ -38,6 +38,7 @@ class SampleJob:
     arguments: dict[str, Any]
     done: Future = field(default_factory=Future)
     prompt_tokens: int = 0  # once it has been read
+    drawn_by: Any = None  # the client, once it has been asked for
     show: Callable[[dict[int, Any]], None] | None = None  # is told what its samples have drawn so far, on the thread that draws
 
 

@@ -1,0 +1,135 @@
+"""Calls of tools as they are being written: whose name is known, and what of the arguments is certain.
+
+A call counts as one from the moment that its name and the beginning of its arguments stand there; its arguments are then what the model
+writes, as text, whether or not it ends well. So what is shown while it is written is a beginning of what is shown in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl.renderers.parsing import CALL_BEGIN, CALL_END, CHANNEL_TEXT, NEXT_MESSAGE, call_of_json, parameter_value
+
+_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_OF_JSON = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]|' + re.escape(CALL_END), re.DOTALL)
+_BY_PARTS = re.compile(r"\s*<function=([^>\n]+)>\n?")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_PARAMETER_END = ("\n</parameter>", "</parameter>")
+_TO_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """`arguments`: the text of their JSON, as far as it goes."""
+
+    name: str
+    arguments: str
+
+
+def overlap(text: str, mark: str) -> int:
+    """How much of the end of `text` is a beginning of `mark`, and not all of it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def certain_text(text: str, marks: Sequence[str]) -> str:
+    """A text that goes on, less what at its end may be the beginning of a mark, or a part of a character."""
+    held = max((overlap(text, mark) for mark in marks), default=0)
+    return text[: len(text) - held].rstrip("\ufffd")
+
+
+def read_calls(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tuple[str, list[BegunCall]]:
+    """(the text without its calls, the calls) of an answer without its thoughts, as `split_calls` does where every call is whole.
+
+    `ended`: nothing follows. Else a call whose name is not known yet, and what may follow it, is left out.
+    """
+    content, calls = "", list[BegunCall]()
+    said, opened, rest = text.partition(CALL_BEGIN)
+    while opened:
+        content += said
+        by_parts = rest.lstrip().startswith("<function=")
+        found, length = _by_parts(rest, tools, ended) if by_parts else _of_json(rest, ended)
+        if found is None and length < 0:
+            if not ended:
+                return content, calls
+            length = len(rest)
+        if found is None:
+            content += CALL_BEGIN + rest[:length]
+            said, opened, rest = rest[length:].partition(CALL_BEGIN)
+            continue
+        calls.append(found)
+        content = content.removesuffix("\n")
+        content = content.removesuffix("\n") if by_parts else content
+        if length < 0:
+            return content, calls
+        said, opened, rest = rest[length:].partition(CALL_BEGIN)
+        said = "" if not said.strip() else said
+    return content + said, calls
+
+
+def _of_json(text: str, ended: bool) -> tuple[BegunCall | None, int]:
+    """The call that stands behind its opening mark (None: not known, or none), and how long it is (-1: it has not ended)."""
+    closed = text.find(CALL_END)
+    header = _HEADER.match(text)
+    if header is None:
+        whole, length = call_of_json(text)
+        if isinstance(whole, str):
+            return None, -1 if closed < 0 else length
+        return BegunCall(whole["function"]["name"], json.dumps(whole["function"]["arguments"], ensure_ascii=False)), length
+    try:
+        name = json.loads(header[1])
+    except ValueError:
+        return None, -1 if closed < 0 else closed + len(CALL_END)
+    depth, begin = 0, header.end()
+    for piece in _OF_JSON.finditer(text, begin):
+        depth += piece[0] in ("{", "[")
+        depth -= piece[0] in ("}", "]")
+        if piece[0] == CALL_END:
+            return BegunCall(name, text[begin : piece.start()].rstrip()), piece.end()
+        if depth == 0:
+            end = text.find(CALL_END, piece.end())
+            return BegunCall(name, text[begin : piece.end()]), -1 if end < 0 else end + len(CALL_END)
+    return BegunCall(name, text[begin:].rstrip() if ended else certain_text(text[begin:], (CALL_END,)).rstrip()), -1
+
+
+def _by_parts(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tuple[BegunCall | None, int]:
+    """As `_of_json`, of <function=NAME><parameter=NAME>..</parameter></function>: the arguments as the JSON that they come to."""
+    closed = text.find(CALL_END)
+    header = _BY_PARTS.match(text)
+    if header is None:
+        return None, -1 if closed < 0 else closed + len(CALL_END)
+    name, at, found = header[1], header.end(), "{"
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        end = text.find("</parameter>", parameter.end())
+        key = ("" if found == "{" else ", ") + json.dumps(parameter[1], ensure_ascii=False) + ": "
+        if end < 0:
+            value = parameter_value(tools, name, parameter[1], None)
+            begun = text[parameter.end() :] if ended else certain_text(text[parameter.end() :], _PARAMETER_END)
+            if value is not None or (not begun and not ended):  # a number, say: when it is whole
+                return BegunCall(name, found), -1
+            return BegunCall(name, found + key + json.dumps(begun, ensure_ascii=False)[:-1]), -1
+        value = parameter_value(tools, name, parameter[1], text[parameter.end() : end].removesuffix("\n"))
+        found += key + json.dumps(value, ensure_ascii=False)
+        at = end + len("</parameter>")
+    finish = re.compile(r"\s*</function>").match(text, at)
+    end = text.find(CALL_END, at)
+    return BegunCall(name, found + ("}" if finish else "")), -1 if end < 0 else end + len(CALL_END)
+
+
+def read_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[BegunCall]]:
+    """gpt-oss: (the text without messages that are calls, the calls). Arguments begin with a brace; else it is none."""
+    parts, calls, last = [], [], 0
+    bounds = [(found.start(), found.end()) for found in NEXT_MESSAGE.finditer(text)]
+    for start, end in [*bounds, (len(text), len(text))]:
+        header, begun, body = text[last:start].partition(CHANNEL_TEXT)
+        called = _TO_FUNCTION.search(header) if begun else None
+        if called is not None and body.lstrip().startswith("{"):
+            open_end = start == len(text) and not ended
+            calls.append(BegunCall(called[1], (certain_text(body, marks) if open_end else body).strip()))
+        else:
+            parts.append(text[last:end])
+        last = end
+    return "".join(parts), calls

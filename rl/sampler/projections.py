@@ -1,0 +1,142 @@
+"""Linear layers as a decoder computes them: a matrix, and adapters beside it that are added unmerged, as PEFT adds them.
+
+One matrix may carry the adapters of several (`Projection.others`), each for rows of its own: the matrix is read once for all of them.
+Shapes: N rows (or prompts) first, I inputs, O outputs, R ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl.sampler.precision import linear_fp32
+
+# Which rows (the first dimension) are of which adapter, each by its number; None in the place of rows: all of them.
+Whose = Sequence[tuple[int, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank addition to some outputs of a projection: outputs[columns] += scale * low[ranks] B^T, low = x A^T."""
+
+    b_key: str
+    scale: float
+    columns: slice
+    ranks: slice
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionSpec:
+    """Which buffers a (fused) linear layer reads."""
+
+    weight: str
+    bias: str | None = None
+    lora_a: str | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+
+class LowRank:
+    """The adapters of one (fused) linear layer, in their own dtype."""
+
+    __slots__ = ("lora_a", "parts")
+
+    def __init__(self, lora_a: Tensor, parts: Sequence[tuple[Tensor, float, slice, slice]]):
+        self.lora_a, self.parts = lora_a, parts
+
+    def add_(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> None:
+        """Adds to outputs y [N, .., O] what these make of x [N, .., I]: of all rows, or of some, by number."""
+        own = x if rows is None else x.index_select(0, rows)
+        low = F.linear(own.to(self.lora_a.dtype), self.lora_a)
+        for b_OR, scale, columns, ranks in self.parts:
+            more = (F.linear(low[..., ranks], b_OR) * scale).to(y.dtype)
+            if rows is None:
+                y[..., columns] += more
+            else:
+                y[..., columns].index_add_(0, rows, more)
+
+    def first(self, outputs: int) -> LowRank:
+        """To the first outputs alone, of one layer by itself."""
+        return LowRank(self.lora_a, [(b_OR[:outputs], scale, columns, ranks) for b_OR, scale, columns, ranks in self.parts])
+
+
+class Projection:
+    """x [..., I] to [..., O]. `adapter` is for every row, `others` by number for those rows that are said to be theirs."""
+
+    __slots__ = ("adapter", "bias", "others", "weight")
+
+    def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor]):
+        self.weight = buffers[spec.weight]
+        self.bias = buffers[spec.bias] if spec.bias else None
+        parts = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in spec.adapters]
+        self.adapter = LowRank(buffers[spec.lora_a], parts) if spec.lora_a else None
+        self.others: dict[int, LowRank] = {}
+
+    def __call__(self, x: Tensor, whose: Whose | None = None) -> Tensor:
+        y = self._product(x)
+        if self.adapter is not None:
+            self.adapter.add_(x, y)
+        if whose is not None and self.others:
+            for number, rows in whose:
+                if number in self.others:
+                    self.others[number].add_(x, y, rows)
+        return y
+
+    def _product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class HeadProjection(Projection):
+    """The output head: logits in float32 also where weights and hidden states are half precision, as a learner's are."""
+
+    __slots__ = ()
+
+    def _product(self, x: Tensor) -> Tensor:
+        return linear_fp32(x, self.weight, self.bias)
+
+    def first(self, outputs: int) -> HeadProjection:
+        """The first outputs alone, of the same weights."""
+        other = copy.copy(self)
+        other.weight, other.bias = self.weight[:outputs], None if self.bias is None else self.bias[:outputs]
+        other.adapter = None if self.adapter is None else self.adapter.first(outputs)
+        return other
+
+
+class Embedding:
+    """Tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as `Projection` has them."""
+
+    __slots__ = ("adapter", "others", "weight_VE")
+
+    def __init__(self, weight_VE: Tensor, adapter: tuple[Tensor, Tensor, float] | None):
+        self.weight_VE, self.adapter = weight_VE, adapter
+        self.others: dict[int, tuple[Tensor, Tensor, float]] = {}
+
+    def __call__(self, ids: Tensor, whose: Whose | None = None) -> Tensor:
+        x = F.embedding(ids, self.weight_VE)
+        if self.adapter is not None:
+            x = x + _low_vectors(ids, self.adapter).to(x.dtype)
+        for number, rows in (whose or ()) if self.others else ():
+            if number in self.others:
+                own = ids if rows is None else ids.index_select(0, rows)
+                more = _low_vectors(own, self.others[number]).to(x.dtype)
+                x = x + more if rows is None else x.index_add(0, rows, more)
+        return x
+
+
+def _low_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
+    a_RV, b_ER, scale = adapter
+    return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
+
+
+def groups(numbers: Sequence[int], device: torch.device) -> Whose:
+    """`Whose` of rows that are each of the adapter of that number."""
+    where: dict[int, list[int]] = {}
+    for row, number in enumerate(numbers):
+        where.setdefault(int(number), []).append(row)
+    if len(where) == 1:
+        return [(next(iter(where)), None)]
+    return [(number, torch.tensor(rows, device=device)) for number, rows in where.items()]

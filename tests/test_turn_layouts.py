@@ -1,0 +1,88 @@
+"""Episodes of many turns: one datum, packed, padded or with shared prompts, has the gradient of each turn read alone in float64."""
+
+import numpy as np
+import pytest
+import torch
+from conversations import PARAMS, Writer, groups, load
+from games import MadeUp, play, tokenizer
+from helpers import GRADIENT_BOUND, call, gradient, make_worker, relative_difference
+from test_games import anything
+
+from rl.episodes import rollout, trajectory_to_datums
+from rl.models.load import load_model
+
+TOKENIZER = tokenizer()
+GAMES = [
+    ("guess_number", "plain", {"high": 16}),
+    ("debugging", "plain", {}),
+    ("tic_tac_toe", "plain", {"opponent": "policy"}),  # two seats, each with observations of its own
+    ("talk", "role_colon, characters", {}),  # prompts that do not always go on from the answer before them: several datums
+]
+
+
+def episodes(name: str, renderer: str, settings: dict) -> list:
+    if name == "talk":
+        made = load(renderer, None)
+        found = rollout(groups(made, renderer, 6), Writer(made, 0, ascii_only=True), PARAMS, seed=0)
+    else:
+        policy = MadeUp(TOKENIZER, anything, logprob=-3.0)
+        found = play(name, policy, groups=3, members=2, renderer=renderer, **settings)
+    assert not found.errors
+    played = [episode for group in found.groups for episode in group.trajectories_G]
+    numbers = np.random.default_rng(3)
+    for episode in played:
+        episode.advantage = float(numbers.standard_normal())
+    return played
+
+
+def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Tensor, dict]:
+    """Gradient of -sum exp(logp - logprob when sampled) advantage, each turn a sequence by itself; logp by (episode, turn)."""
+    twin = load_model("tiny:ascii", seed=1).model.double()
+    twin.load_state_dict({name: value.double() for name, value in weights.items()})
+    found, total = {}, torch.zeros((), dtype=torch.float64)
+    for i, episode in enumerate(played):
+        for j, turn in enumerate(episode.transitions):
+            read, said = turn.ob.to_ints(), turn.ac.tokens
+            logits = twin(input_ids=torch.tensor([[*read, *said]])).logits[0, len(read) - 1 : -1]
+            logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(said)[:, None])[:, 0]
+            total = total - ((logp - torch.tensor(turn.ac.logprobs).double()).exp() * episode.advantage).sum()
+            found[i, j] = logp.detach().numpy()
+    total.backward()
+    named = dict(twin.named_parameters())
+    return torch.cat([named[name].grad.reshape(-1) for name in names]), found
+
+
+@pytest.mark.parametrize(("name", "renderer", "settings"), GAMES, ids=[f"{name}-{renderer}" for name, renderer, _ in GAMES])
+def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings):
+    played = episodes(name, renderer, settings)
+    turns = [len(episode.transitions) for episode in played]
+    assert max(turns) >= 2 and sum(turns) >= 10
+    datums = [trajectory_to_datums(episode) for episode in played]
+    assert any(len(made) > 1 for made in datums) == (name == "talk")
+    flat = [datum for made in datums for datum in made]
+    truth = None
+    for layout, budget in [("packed", 150), ("padded", 4096), ("shared", 4096)]:
+        worker = make_worker("tiny:ascii", layout=layout, token_budget=budget)
+        learner = worker.learners[0]
+        if truth is None:
+            truth, logps = turns_alone(learner.model.state_dict(), list(learner.trainable), played)
+        outputs, _ = call(worker, "forward_backward", 0, flat, "importance_sampling", {}, 1.0, True)
+        assert relative_difference(gradient(worker), truth) < GRADIENT_BOUND, (layout, budget)
+        at = iter(outputs)
+        for i, made in enumerate(datums):
+            read = [next(at)["logprobs"][datum.loss_fn_inputs["mask"].array > 0] for datum in made]
+            alone = [logps[i, j] for j in range(turns[i])]
+            np.testing.assert_allclose(np.concatenate(read), np.concatenate(alone), atol=1e-5)
+
+
+def test_a_wrong_turn_would_be_seen():
+    """The bound tells one token that is masked or moved to its neighbour's advantage from a right batch."""
+    played = episodes(*GAMES[0])
+    worker = make_worker("tiny:ascii", layout="packed", token_budget=4096)
+    learner = worker.learners[0]
+    truth, _ = turns_alone(learner.model.state_dict(), list(learner.trainable), played)
+    flat = [datum for episode in played for datum in trajectory_to_datums(episode)]
+    mask = flat[0].loss_fn_inputs["mask"].array
+    mask[mask.nonzero()[0][-1]] = 0.0
+    call(worker, "forward_backward", 0, flat, "importance_sampling", {}, 1.0, True)
+    assert relative_difference(gradient(worker), truth) > 10 * GRADIENT_BOUND
