@@ -31,8 +31,8 @@ within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What i
   them, and a few tensors that are no linear layers.
 """
 
-OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in its row
-(no position says where it begins, or a state runs on)."""
+OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in
+its row (no position says where it begins, or a state runs on)."""
 
 
 def read(path: Path = TABLE) -> list[dict[str, str]]:
