@@ -10,7 +10,7 @@ import torch
 
 from bench.tiny_models import tiny_config
 from rl.errors import UserError
-from rl.memory import trace
+from rl.memory import storages
 from rl.memory.plan import MicroBatch
 from rl.memory.trace import Arithmetic, Skeleton
 from rl.types import LoraConfig
@@ -78,7 +78,7 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
         return
     planned = skeleton.held(BATCH, way)
     monkeypatch.setattr(trace, "FakeTensorMode", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(trace.torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
     if (name, how) == ("inkling2_text", "bf16"):  # real tensors do not run: its own code mixes precisions
         with pytest.raises(UserError, match="to have the same dtype"):
             skeleton.held(BATCH, way)
@@ -92,5 +92,5 @@ def test_a_grouped_product_has_the_shape_of_the_real_one(a, b, dtype):
     offs = None if len(a) == len(b) == 3 else torch.tensor([8, 16, 24], dtype=torch.int32)
     a_, b_ = torch.zeros(a, dtype=dtype), torch.zeros(b, dtype=dtype).transpose(-2, -1).contiguous().transpose(-2, -1)
     real = torch.nn.functional.grouped_mm(a_, b_, offs=offs)
-    ours = trace._grouped_product(a_, b_, offs)
+    ours = storages._grouped_product(a_, b_, offs)
     assert (ours.shape, ours.dtype) == (real.shape, real.dtype)

@@ -11,23 +11,20 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from kernels import head_bytes
 from rl.errors import UserError
 from rl.layers import Layers, config_number, describe, first_layers_, layer_list, rhythm, share_weights, width
 from rl.learner import HeadRequest, LogprobHead
 from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
+from rl.memory.storages import Course, Storages
 from rl.models import LoadedModel, add_lora, attention_mask_for, belongs_to_eyes, inner_model, load_skeleton, unadapted_share
 from rl.sampler import Unsupported, check_supported, frozen_matrices, lower_frozen_
 from rl.types import LoraConfig
@@ -126,7 +123,7 @@ class Skeleton:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.train()
             head = LogprobHead.untried(model, fused=how.fused)
-            storages = _Storages(model)
+            storages = Storages(model)
             with _gradients(model, storages, how.keeps_gradients):
                 ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
                 inputs: dict[str, Any] = {"input_ids": ids}
@@ -212,11 +209,8 @@ def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, f
     )
 
 
-# ---------------------------------------------------------------------------------------------------- following storages
-
-
 @contextlib.contextmanager
-def _gradients(model: nn.Module, storages: _Storages, keep: bool) -> Iterator[None]:
+def _gradients(model: nn.Module, storages: Storages, keep: bool) -> Iterator[None]:
     """Gradients are there already, as from the second micro-batch of a step on, or leave as they come."""
     hooks = []
     for parameter in model.parameters():
@@ -234,118 +228,3 @@ def _gradients(model: nn.Module, storages: _Storages, keep: bool) -> Iterator[No
 
 def _leave(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-KINDS = tuple(field.name for field in dataclasses.fields(Held))
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A storage of `size` bytes and `kind` came to those that are held: bytes of each of KINDS since."""
-
-    size: int
-    kind: str
-    held: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Course:
-    """What is held in a forward and in the backward after it."""
-
-    forward: list[Moment]
-    backward: list[Moment]
-
-    @property
-    def peak(self) -> Held:
-        return _largest(moment.held for moment in (*self.forward, *self.backward))
-
-    def deeper(self, longer: Course, times: int) -> Held:
-        """The peak of a model that is deeper by `times` what `longer` is deeper by, the layers that repeat.
-
-        At a moment of the last layers, counted from where the backward begins, a deeper model holds more by as much as `longer` does,
-        as often; at one of the first layers, counted from the backward's end, likewise. Between them it goes evenly, so the peak is there.
-        """
-        alike = [
-            *_alike(reversed(self.forward), reversed(longer.forward)),
-            *_alike(self.backward, longer.backward),
-            *_alike(reversed(self.backward), reversed(longer.backward)),
-        ]
-        return _largest(tuple(a + times * (b - a) for a, b in zip(mine.held, more.held, strict=True)) for mine, more in alike)
-
-
-def _alike(mine: Iterable[Moment], longer: Iterable[Moment]) -> Iterator[tuple[Moment, Moment]]:
-    """Both side by side for as long as they are of the same operations."""
-    return takewhile(lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind), zip(mine, longer, strict=False))
-
-
-def _largest(held: Iterable[tuple[float, ...]]) -> Held:
-    return Held(*max(held, key=sum, default=(0.0,) * len(KINDS)))
-
-
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """What torch's grouped_mm gives, in any dtype: for tensors without memory torch has bfloat16 alone, though its kernels take float32."""
-    if a.ndim == 3:
-        size = [a.shape[1], b.shape[1]] if b.ndim == 2 else [a.shape[0], a.shape[1], b.shape[2]]
-    else:
-        size = [offs.shape[0], a.shape[0], b.shape[1]] if b.ndim == 2 else [a.shape[0], b.shape[2]]
-    return a.new_empty(size, dtype=out_dtype or a.dtype)
-
-
-class _Storages(TorchDispatchMode):
-    """Bytes of the storages that live, by kind, at each moment at which one more came to them."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        matrices = [tuple(p.shape) for p in model.parameters() if p.ndim == 2]
-        self._matrices = {*matrices, *(shape[::-1] for shape in matrices)}
-        self._live: dict[int, Any] = {}
-        self._weights: set[int] = set()
-        self._now = dict.fromkeys(KINDS, 0.0)
-        self._moments: list[Moment] = []
-        self._turn = 0
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.known(tensor)
-
-    def turns(self) -> None:
-        """The forward is over."""
-        self._turn = len(self._moments)
-
-    def course(self) -> Course:
-        return Course(self._moments[: self._turn], self._moments[self._turn :])
-
-    def known(self, tensor: Tensor) -> None:
-        """Not counted: a weight, an accumulated gradient."""
-        storage = tensor.untyped_storage()
-        self._live[storage._cdata] = storage
-        self._weights.add(storage._cdata)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of all calls, and makes no tensor
-            return getattr(args[0], "fake_device", None) or func(*args)
-        product = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
-        out = product(*args, **(kwargs or {}))
-        is_cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor, is_cast)
-        return out
-
-    def _add(self, tensor: Tensor, is_cast: bool) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._live:
-            return
-        kind = "casts" if is_cast else self._kind(tensor)
-        self._now[kind] += size
-        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, kind, size))
-        self._moments.append(Moment(size, kind, tuple(self._now.values())))
-
-    def _drop(self, key: int, kind: str, size: int) -> None:
-        if self._live.pop(key, None) is not None:
-            self._now[kind] -= size
-
-    def _kind(self, tensor: Tensor) -> str:
-        if tuple(tensor.shape) in self._matrices:
-            return "weight_sized"
-        return "logits" if tensor.ndim and tensor.shape[-1] == self._vocabulary else "activations"
