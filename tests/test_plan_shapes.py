@@ -10,7 +10,7 @@ import torch
 
 from bench.tiny_models import tiny_config
 from rl.errors import UserError
-from rl.memory import storages
+from rl.memory import storages, trace
 from rl.memory.plan import MicroBatch
 from rl.memory.trace import Arithmetic, Skeleton
 from rl.types import LoraConfig
@@ -78,7 +78,7 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
         return
     planned = skeleton.held(BATCH, way)
     monkeypatch.setattr(trace, "FakeTensorMode", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(trace.torch, "empty", torch.zeros)
     if (name, how) == ("inkling2_text", "bf16"):  # real tensors do not run: its own code mixes precisions
         with pytest.raises(UserError, match="to have the same dtype"):
             skeleton.held(BATCH, way)
