@@ -90,7 +90,7 @@ def main() -> int:
             samples = harness(args.python, folder, base, server.url)
         finally:
             server.stop()
-        differences, wrong, asked = [], 0, 0
+        differences, logprobs, wrong, asked = [], [], 0, 0
         with ServiceClient(output_dir=folder / "here") as service:
             client = service.create_sampling_client(base_model=base)
             for sample in samples:
@@ -98,9 +98,11 @@ def main() -> int:
                     logprob, greedy = expected(client, loaded.tokenizer, given["arg_0"], given["arg_1"])
                     found = said[0]
                     differences.append(abs(float(found[0]) - logprob))
+                    logprobs.append(float(found[0]))
                     wrong += (str(found[1]) == "True") != greedy
                     asked += 1
     row = {"questions": len(samples), "loglikelihoods": asked, "largest difference": f"{max(differences):.2g}", "greedy wrong": wrong}
+    row |= {"lowest": f"{min(logprobs):.2f}", "highest": f"{max(logprobs):.2f}"}
     print(row)
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(row))

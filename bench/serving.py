@@ -190,10 +190,10 @@ def made_base(folder: Path) -> str:
 
 
 def load_of_20m(folder: Path, count: int) -> dict[str, str]:
-    return load(folder, count, made_base(folder.parent / "base"))
+    return load(folder, count, made_base(folder.parent / "base"), turns=3, learns=False)
 
 
-def load(folder: Path, count: int, base: str = BASE) -> dict[str, str]:
+def load(folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True) -> dict[str, str]:
     """Seconds of the wall, which hang on what else the machine does, and of CPU, which do not."""
     from rl.clients import ServiceClient
     from rl.sampler import Request
@@ -227,11 +227,13 @@ def load(folder: Path, count: int, base: str = BASE) -> dict[str, str]:
         own = client.save_weights_and_get_sampling_client()
         params = SamplingParams(tokens, stop=[])
         there, here, calls, mine = [], [], [], []
-        for turn in range(4):  # in pairs, one after the other; the first warms up
+        for turn in range(turns):  # in pairs, one after the other; the first warms up
             there.append(asyncio.run(wave(turn * count)))
             begin, used = time.perf_counter(), time.process_time()
             own.sample_many([Request(prompt=[4, 5 + i], params=params, seed=turn, problem=i) for i in range(count)]).result()
             here.append((time.perf_counter() - begin, time.process_time() - used))
+            if not learns:
+                continue
             begin = time.perf_counter()
             server.wait(server.learn(model, turn + 2, rows))
             calls.append(time.perf_counter() - begin)
@@ -241,9 +243,11 @@ def load(folder: Path, count: int, base: str = BASE) -> dict[str, str]:
     server.stop()
     share, work = (np.median([h[k] / t[k] for h, t in zip(here[1:], there[1:], strict=True)]) for k in (0, 1))
     wire, process = (count * tokens / np.median([seconds for seconds, _ in taken[1:]]) for taken in (there, here))
-    more = np.median(np.subtract(calls[1:], mine[1:]))
     said = {"wire tokens/s": f"{wire:.0f}", "in-process tokens/s": f"{process:.0f}", "share": f"{share:.2f}", "share of CPU": f"{work:.2f}"}
     said |= {"load of the machine": f"{os.getloadavg()[0]:.1f}"}
+    if not learns:
+        return said
+    more = np.median(np.subtract(calls[1:], mine[1:]))
     return {**said, "call of 4096 tokens, more ms": f"{more * 1e3:.1f}", "in-process ms": f"{np.median(mine[1:]) * 1e3:.0f}"}
 
 

@@ -26,7 +26,7 @@ from rl.serve.tenants import Tenants
 from rl.types import ForwardBackwardOutput, SampleResponse
 
 PROTOBUF = "application/x-protobuf"
-_SECONDS = 10 * 366 * 86400  # the longest that a checkpoint may be told to stay
+_SECONDS, _TOKENS_AT_ONCE = 10 * 366 * 86400, 2048  # the longest that a checkpoint may be told to stay; of samples, answered at once
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -282,8 +282,10 @@ class Tinker:
         if error is not None:
             message, category = told(error, promise.what)
             return JSONResponse({"error": message, "category": category})
-        protobuf = PROTOBUF in request.headers.get("accept", "")
-        return await asyncio.to_thread(_answer, promise.done.result(), protobuf)
+        protobuf, result = PROTOBUF in request.headers.get("accept", ""), promise.done.result()
+        if isinstance(result, SampleResponse) and sum(len(one.tokens) for one in result.sequences) < _TOKENS_AT_ONCE:
+            return _answer(result, protobuf)  # another thread would cost more, beside one that draws
+        return await asyncio.to_thread(_answer, result, protobuf)
 
     async def cancel_future(self, request: Request) -> Response:
         """Of a sample that nobody wants any more; what trains runs on."""
