@@ -185,8 +185,7 @@ def _numbers(model: Any) -> dict[str, int]:
 
 
 def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, fast: bool) -> ModelShape:
-    model = loaded.model
-    hidden = width(model)
+    model, hidden = loaded.model, width(loaded.model)
     heads = config_number(model, "num_attention_heads", "n_head") or 1
     kinds, experts = set(inner_model(model)._no_split_modules or ()), described.experts
     return ModelShape(
