@@ -153,8 +153,9 @@ def merged_as_trained(name: str, folder: Path) -> float:
     return worst / max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert"])
 def test_merging_is_right_for_a_tied_head(name, tmp_path):
+    """BERT's kin: their head's bias is tied too."""
     assert tiny_model(name).config.tie_word_embeddings or name == "qwen3"
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 
