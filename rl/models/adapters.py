@@ -98,7 +98,7 @@ def merge(model: Any) -> Any:
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     layer = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     if layer is not head and layer.weight is embedding.weight:
-        for name, shared in list(layer.named_parameters(recurse=False)):  # BERT's kin share the bias too, and untied read it by its own name
+        for name, shared in list(layer.named_parameters(recurse=False)):  # BERT's kin: the bias as well
             setattr(layer, name, torch.nn.Parameter(shared.detach().clone()))
         untie(base)
     return model.merge_and_unload()
