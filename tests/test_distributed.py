@@ -77,6 +77,27 @@ def sharded(config: str, folder: Path) -> Path:
     return path
 
 
+def case_on_ranks(script, start, out, config, seconds):
+    """What `script` leaves in out/found.pt, on two processes of a launch config; `config` None: on one."""
+    launch = []
+    if config is not None:
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+        launch += ["--num_processes", "2", "--main_process_port", "0"]
+        launch += ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
+    run([sys.executable, *launch, str(REPO / "tests" / script), str(start), str(out)], out, seconds)
+    return torch.load(out / "found.pt", weights_only=False)
+
+
+def assert_same_gradients(alone, found, cases):
+    """Of each case ({parameter: gradient}, norm), as one process has it and as two have."""
+    for case in cases:
+        (one, norm), (both, found_norm) = alone[case], found[case]
+        assert one.keys() == both.keys() and norm > 0
+        assert found_norm == pytest.approx(norm, rel=2e-5), case
+        for name, expected in one.items():
+            assert float((both[name] - expected).norm()) <= 2e-5 * norm, (case, name)
+
+
 @pytest.fixture(scope="module", params=LAUNCHES)
 def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
     config, _, also = LAUNCHES[request.param]

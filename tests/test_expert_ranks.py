@@ -1,11 +1,9 @@
 """Two ranks whose tokens reach different experts, and one expert that nobody reaches: no rank waits, the gradient is one process's."""
 
-import sys
-
 import pytest
 import torch
 from expert_ranks_case import CASES, COLUMNS
-from test_distributed import REPO, run, sharded
+from test_distributed import assert_same_gradients, case_on_ranks
 
 from bench.tiny_models import tiny_model
 
@@ -21,13 +19,7 @@ def starts(tmp_path_factory):
 
 
 def gradients(starts, out, config):
-    launch = []
-    if config is not None:
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
-        launch += ["--num_processes", "2", "--main_process_port", "0"]
-        launch += ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
-    run([sys.executable, *launch, str(REPO / "tests" / "expert_ranks_case.py"), str(starts), str(out)], out, 250)
-    return torch.load(out / "found.pt", weights_only=False)
+    return case_on_ranks("expert_ranks_case.py", starts, out, config, 250)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +30,7 @@ def alone(starts, tmp_path_factory):
 @pytest.mark.parametrize("config", ["zero3", "fsdp2", "ddp"])
 def test_experts_that_a_rank_never_reaches(config, starts, alone, tmp_path):
     found = gradients(starts, tmp_path, config)
-    for case in CASES:
-        (one, norm), (both, found_norm) = alone[case], found[case]
-        assert one.keys() == both.keys() and norm > 0
-        assert found_norm == pytest.approx(norm, rel=2e-5), case
-        for name, expected in one.items():
-            assert float((both[name] - expected).norm()) <= 2e-5 * norm, (case, name)
+    assert_same_gradients(alone, found, CASES)
 
 
 def test_the_datums_reach_what_they_are_told_to(alone):

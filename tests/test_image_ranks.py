@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_ranks_case import CASES
-from test_distributed import REPO, run, sharded
+from test_distributed import REPO, assert_same_gradients, case_on_ranks
 
 from rl.models import load_model
 
@@ -31,13 +31,7 @@ def start(tmp_path_factory):
 
 
 def found_by(start, out, config):
-    launch = []
-    if config is not None:
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
-        launch += ["--num_processes", "2", "--main_process_port", "0"]
-        launch += ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
-    run([sys.executable, *launch, str(REPO / "tests" / "image_ranks_case.py"), str(start), str(out)], out, 280)
-    return torch.load(out / "found.pt", weights_only=False)
+    return case_on_ranks("image_ranks_case.py", start, out, config, 280)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +42,7 @@ def alone(start, tmp_path_factory):
 @pytest.mark.parametrize("config", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_two_ranks_have_the_gradient_and_the_samples_of_one_process(config, start, alone, tmp_path):
     found = found_by(start, tmp_path, config)
-    for case in CASES:
-        (one, norm), (both, found_norm) = alone[case], found[case]
-        assert one.keys() == both.keys() and norm > 0
-        assert found_norm == pytest.approx(norm, rel=2e-5), case
-        for name, expected in one.items():
-            assert float((both[name] - expected).norm()) <= 2e-5 * norm, (case, name)
+    assert_same_gradients(alone, found, CASES)
     assert [tokens for tokens, _ in found["drawn"]] == [tokens for tokens, _ in alone["drawn"]]
     for (_, logprobs), (_, expected) in zip(found["drawn"], alone["drawn"], strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
