@@ -158,8 +158,8 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 def careless(tmp_path_factory):
     """A policy that knows sums and answers badly, as at the beginning of the default recipe's second stage."""
     folder = tmp_path_factory.mktemp("careless") / "sft"
-    how = "--steps 330 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 --beta2 0.99 --eval-every 0 --save-every 0"
-    train(f"sft --dataset addition:noise=0.7,from=4 {how}", folder)
+    how = "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 --beta2 0.99 --eval-every 0 --save-every 0"
+    train(f"sft --dataset addition:noise=0.7,from=8 {how}", folder)
     return folder
 
 
@@ -172,4 +172,4 @@ def test_addition_is_learnt_from_ones_own_answers(name, words, careless, tmp_pat
     asked = "--dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --steps 40 --batch-size 48 --eval-every 40"
     rows = train(f"{name} --base-model {careless} {asked} {words} --eval-limit 256 --save-every 0 --rollouts-every 0", tmp_path / name)
     held_out = [row["test/env/all/correct"] for row in rows if "test/env/all/correct" in row]
-    clears(f"{name}: gain in held-out accuracy", held_out[-1] - held_out[0], above=0.05)
+    clears(f"{name}: gain in held-out accuracy", held_out[-1] - held_out[0], above=0.15)
