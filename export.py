@@ -34,6 +34,9 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     args = parser.parse_args()
+    from rl.quick import quick
+
+    quick()
     from rl.run import guarded
 
     sys.exit(guarded(lambda: main(args), see="python export.py --help", outcome="nothing was exported"))

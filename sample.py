@@ -81,6 +81,9 @@ if __name__ == "__main__":
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
+    from rl.quick import quick
+
+    quick()
     from rl.run import guarded
 
     sys.exit(guarded(lambda: main(args), see="python sample.py --help", outcome="nothing more is asked"))

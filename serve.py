@@ -34,6 +34,9 @@ limits.add_argument("--session-seconds", type=float, help="without a heartbeat u
 
 if __name__ == "__main__":
     args = parser.parse_args()
+    from rl.quick import quick
+
+    quick()
     from rl.run import guarded
 
     def serve() -> None:

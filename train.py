@@ -9,10 +9,12 @@ from pathlib import Path
 
 from rl.environments import show_help
 from rl.methods import METHODS
+from rl.quick import quick
 from rl.settings import RunSettings, parse
 
 if __name__ == "__main__":
     run = parse(sys.argv[1:], METHODS, Path(__file__).parent / "recipes" / "addition.yaml", options=RunSettings, environments=show_help)
+    quick()
 
     from rl.run import main  # torch and everything heavy, once there is something to run
 

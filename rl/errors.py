@@ -1,5 +1,7 @@
-"""Errors that a user is meant to read: shown without a traceback by the command line."""
+"""What a user is meant to read: errors, shown without a traceback by the command line, and remarks, for which nothing ends."""
 
+import os
+import warnings
 from typing import Any
 
 
@@ -106,3 +108,9 @@ class FailedElsewhere(Exception):
 
 class RankLost(RuntimeError):
     """Another rank ended, hangs, or fell out of step: this run cannot go on. The message names the rank, its host and process."""
+
+
+def remark(text: str, stacklevel: int = 3) -> None:
+    """A warning on rank 0 alone: every rank finds the same. `stacklevel` as in `warnings.warn`; 3 names the caller's caller."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        warnings.warn(text, stacklevel=stacklevel)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl.errors import UserError
+from rl.errors import UserError, remark
 from rl.models.load import LoadedModel, quiet_about_tied_heads, seeded
 from rl.models.lora_targets import expert_targets, left_out, stacked_experts, targets
-from rl.remarks import remark
 from rl.types import LoraConfig
 
 

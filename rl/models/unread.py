@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from rl.errors import remark
 from rl.models.adapters import is_adapter
 from rl.models.load import LoadedModel, _attention, _check_vocabulary, _prepared, check_model_folder, eos_token_ids
 from rl.models.stored import INDEX, SINGLE, StoredWeights, Unfit, hollow_
 from rl.models.tokenizers import load_tokenizer
 from rl.models.vision import give_eyes, model_class
 from rl.models.whole_weights import readable
-from rl.remarks import remark
 
 
 def load_unread(base_model: str, *, tokenizer: str | None = None) -> LoadedModel | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl.remarks import remark
+from rl.errors import remark
 from rl.sampler.attention import without_cudnn
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_fast import FastDecoder

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl.errors import UserError
+from rl.errors import UserError, remark
 from rl.layers import cut_
-from rl.remarks import remark
 from rl.sampler.cache import compaction
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
