@@ -39,7 +39,7 @@ BOUND = 1e-5
 
 
 def table_row(name: str) -> dict[str, Any]:
-    tied = bool(tiny_model(name).config.get_text_config().tie_word_embeddings)
+    tied = bool(getattr(tiny_model(name).config.get_text_config(), "tie_word_embeddings", False))
     with tempfile.TemporaryDirectory() as folder:
         return {"architecture": name, "tied": tied, "difference": f"{merged_as_trained(name, Path(folder) / 'out'):.1e}"}
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shlex
 import shutil
 import warnings
@@ -213,9 +214,15 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     commands = [shlex.split(text) for text in shown["commands"]]
     assert [words[:2] for words in commands] == [["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "export")]
     assert all(words[2] == str(folder) for words in commands) and commands[-1][-1] == "--merge"
-    again = shlex.split(resume_command(folder))
-    assert again[:3] == ["accelerate", "launch", "train.py"]
-    assert parse(again[3:], METHODS, RECIPE, options=RunSettings).options.output_dir == folder
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name == "LOCAL_RANK"]:
+        monkeypatch.delenv(name)
+    launched = ["accelerate", "launch"]
+    for mark, started in ((None, ["python"]), ("ACCELERATE_MIXED_PRECISION", launched), ("LOCAL_RANK", launched)):
+        if mark is not None:
+            monkeypatch.setenv(mark, "0")
+        again = shlex.split(resume_command(folder))
+        assert again[: len(started) + 1] == [*started, "train.py"]
+        assert parse(again[len(started) + 1 :], METHODS, RECIPE, options=RunSettings).options.output_dir == folder
 
 
 def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path, capfd):

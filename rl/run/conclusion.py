@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,8 +87,14 @@ def _uses(at: At, folder: Path) -> list[str]:
         return [f"python sample.py {where}", *([f"python evaluate.py {where}"] if scored else [])]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
-    return [f"accelerate launch train.py {method} --{flag}-model {where}"]
+    return [f"{_launcher()} train.py {method} --{flag}-model {where}"]
 
 
 def resume_command(folder: Path) -> str:
-    return f"accelerate launch train.py --resume --output-dir {shlex.quote(str(folder))}"
+    return f"{_launcher()} train.py --resume --output-dir {shlex.quote(str(folder))}"
+
+
+def _launcher() -> str:
+    """As this process was started: launchers leave their mark in the environment, by which accelerate's own reads its config again."""
+    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    return "accelerate launch" if launched else "python"
