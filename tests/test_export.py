@@ -16,6 +16,7 @@ from bench.tiny_models import tiny_model
 from rl.errors import UserError
 from rl.learner import saving
 from rl.models import add_lora, load, merge
+from rl.models.lora_targets import left_out, targets
 from rl.run import described, export, push
 from rl.types import LoraConfig
 
@@ -158,6 +159,14 @@ def test_merging_is_right_for_a_tied_head(name, tmp_path):
     """BERT's kin: their head's bias is tied too."""
     assert tiny_model(name).config.tie_word_embeddings or name == "qwen3"
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
+
+
+def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
+    """DeepSeek V4's o_a_proj is an nn.Linear that reads groups of rows: PEFT's sum of the two outputs has no shape."""
+    assert merged_as_trained("deepseek_v4", tmp_path / "out") < 1e-5
+    model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
+    missed = {name for name in left_out(model, lora) if "o_a_proj" in name}
+    assert len(missed) == model.config.num_hidden_layers and not [name for name in targets(model, lora) if "o_a_proj" in name]
 
 
 @pytest.mark.slow

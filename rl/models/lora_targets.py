@@ -69,7 +69,7 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
     """Matrices that were asked for and get no adapter, since no linear layer holds them: how many numbers, by name.
 
     Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and their routers; the last layer of a
-    state space (see `_read_as_numbers`).
+    state space (see `_read_as_numbers`); layers of groups (see `_gives_rows`).
     """
     linear, adapted = {name for name, _ in _linear(model)}, set(stacked_experts(model)) if lora.train_experts else set()
     missed = {}
@@ -88,23 +88,24 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
     read_as_numbers = set(_read_as_numbers(model))
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers and _gives_one_tensor(module):
+        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers and _gives_rows(module):
             yield name, module
 
 
-def _gives_one_tensor(module: nn.Module) -> bool:
-    """Whether a layer with a forward of its own may give what a linear layer does, to which an adapter's is added.
+def _gives_rows(module: nn.Module) -> bool:
+    """Whether a layer with a forward of its own makes rows [1, out] of rows [1, in], so that an adapter's can be added to them.
 
-    Llama 4's router gives a pair. Layers that take more than rows of numbers (DeepSeek V4's, of groups) are left to PEFT.
+    Llama 4's router gives a pair; DeepSeek V4's `o_a_proj` reads groups of rows, each with its own part of the weight.
     """
     if not type(module).__module__.startswith("transformers.models.") or type(module).forward is nn.Linear.forward:
         return True
     weight: Tensor = module.weight  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            return isinstance(module(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)), Tensor)
+            given = module(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device))
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return True
+        return False
+    return isinstance(given, Tensor) and given.shape == (1, weight.shape[0])
 
 
 def _read_as_numbers(model: Any) -> Iterator[str]:
