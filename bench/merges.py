@@ -34,6 +34,7 @@ from chains import CHAINED, chain  # noqa: E402
 from test_export import merged_as_trained  # noqa: E402
 
 from bench.tiny_models import tiny_model  # noqa: E402
+from rl.errors import UserError  # noqa: E402
 
 BOUND = 1e-5
 
@@ -59,7 +60,8 @@ def _send(work: Any, name: str, there: Any) -> None:
     try:
         there.send(work(name))
     except Exception as error:  # noqa: BLE001  (models of every kind, in code that nobody here wrote)
-        there.send({"architecture": name, "difference": f"not tried: {type(error).__name__}: {str(error).splitlines()[0][:120]}"})
+        how = "refused" if isinstance(error, UserError) else f"not tried: {type(error).__name__}"
+        there.send({"architecture": name, "difference": f"{how}: {str(error).splitlines()[0][:250]}"})
 
 
 def in_its_own_process(work: Any, name: str, limit: float) -> dict[str, Any]:
@@ -74,6 +76,10 @@ def in_its_own_process(work: Any, name: str, limit: float) -> dict[str, Any]:
     finally:
         process.kill()
         process.join()
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["architecture"], str(row.get("tied", ""))
 
 
 def names(which: str) -> list[str]:
@@ -96,12 +102,14 @@ def main() -> None:
     rows = {}
     if table.is_file():
         with table.open() as file:
-            rows = {(row["architecture"], row["tied"]): row for row in csv.DictReader(file)}
+            rows = {_key(row): row for row in csv.DictReader(file)}
     for name in asked.only or names(asked.which):
         begin = time.perf_counter()
         row = in_its_own_process(table_row if asked.which == "tables" else chain_row, name, asked.limit)
         row["seconds"] = round(time.perf_counter() - begin, 1)
-        rows[row["architecture"], str(row.get("tied"))] = row
+        if asked.which == "tables":
+            rows = {key: old for key, old in rows.items() if key[0] != name}
+        rows[_key(row)] = row
         print(row, flush=True)
         with table.open("w", newline="") as out:
             more = ["against_float64"] if asked.which == "chains" else []
@@ -109,7 +117,7 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(rows[key] for key in sorted(rows))
     cells = [str(row.get(key) or "0") for row in rows.values() for key in ("difference", "against_float64")]
-    sys.exit(any(not cell.startswith("not ") and not float(cell) <= BOUND for cell in cells))
+    sys.exit(any(not cell.startswith(("not ", "refused")) and not float(cell) <= BOUND for cell in cells))
 
 
 if __name__ == "__main__":

@@ -154,11 +154,19 @@ def merged_as_trained(name: str, folder: Path) -> float:
     return worst / max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert", "prophetnet"])
 def test_merging_is_right_for_a_tied_head(name, tmp_path):
-    """BERT's kin: their head's bias is tied too."""
+    """BERT's kin: their head's bias is tied too. ProphetNet: a third name of the matrix is."""
     assert tiny_model(name).config.tie_word_embeddings or name == "qwen3"
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
+
+
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
+    """PEFT adds them all to it. The adapter itself leaves as it is."""
+    model = add_lora(load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ()), LoraConfig(rank=2, seed=0)).model
+    with pytest.raises(UserError, match=r"layers\.1\.shared.* and model\.layers\.3\.shared.* are one matrix.*export without --merge"):
+        merge(model)
 
 
 def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
@@ -167,6 +175,15 @@ def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
     model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
     missed = {name for name in left_out(model, lora) if "o_a_proj" in name}
     assert len(missed) == model.config.num_hidden_layers and not [name for name in targets(model, lora) if "o_a_proj" in name]
+
+
+@pytest.mark.parametrize("name,layer", [("longcat_flash", "classifier"), ("gemma3n_text", "correction_coefs"), ("mamba", "x_proj")])
+def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, layer, tmp_path):
+    """Its adapter would be seen after a merge and not before: LongCat's logits moved by 0.03 of the largest."""
+    model, lora = tiny_model(name), LoraConfig(rank=2)
+    there = {own for own, _ in model.named_modules() if own.endswith(f".{layer}")}
+    assert there and not there & set(targets(model, lora)) and {f"{own}.weight" for own in there} <= set(left_out(model, lora))
+    assert merged_as_trained(name, tmp_path / "out") < 1e-5
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from rl.models import (
     quiet_about_tied_heads,
     readable,
     value_head_of,
+    weights_to_write,
 )
 from rl.ranks import checkpoint, distributed
 
@@ -66,8 +67,7 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
         model.config.save_pretrained(str(folder))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
-        tied = list(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
-        weights = {name: tensor for name, tensor in model.state_dict().items() if not is_value_head(name)}
+        weights, tied = weights_to_write(model, {name: t for name, t in model.state_dict().items() if not is_value_head(name)})
         save_torch_state_dict(weights, str(folder), shared_tensors_to_discard=tied)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))

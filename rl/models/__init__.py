@@ -25,7 +25,7 @@ from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
 from rl.models.tokenizers import load_tokenizer
 from rl.models.unread import load_unread, may_stay_unread
-from rl.models.whole_weights import check_tensors, check_whole_folder, load_whole_adapter, readable
+from rl.models.whole_weights import check_tensors, check_whole_folder, load_whole_adapter, readable, weights_to_write
 
 __all__ = [
     "adapter_base",
@@ -67,5 +67,6 @@ __all__ = [
     "unadapted_share",
     "uses_flash_attention",
     "value_head_of",
+    "weights_to_write",
     "vocabulary_of",
 ]

@@ -93,7 +93,10 @@ _DEEPEST = 32
 
 
 def merge(model: Any) -> Any:
-    """The adapter of a PEFT model merged into its base, which it changes: a transformers model. On the CPU, give one in fp32."""
+    """The adapter of a PEFT model merged into its base, which it changes: a transformers model. On the CPU, give one in fp32.
+
+    Raises UserError where layers that share a matrix (Zamba's blocks) have adapters of their own: no one matrix is right for all.
+    """
     base = model.get_base_model()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     layer = head.get_base_layer() if hasattr(head, "get_base_layer") else head
@@ -101,7 +104,21 @@ def merge(model: Any) -> Any:
         for name, shared in list(layer.named_parameters(recurse=False)):  # BERT's kin: the bias as well
             setattr(layer, name, torch.nn.Parameter(shared.detach().clone()))
         untie(base)
+    _refuse_shared(model)
     return model.merge_and_unload()
+
+
+def _refuse_shared(model: Any) -> None:
+    adapted = {f"{name}.base_layer.weight" for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name and adapted & {name, other}:
+            one, two = (text.removeprefix("base_model.model.").replace(".base_layer", "") for text in (other, name))
+            raise UserError(
+                f"this adapter cannot be merged: {one} and {two} are one matrix, and its layers have an adapter each, so that no matrix "
+                "is right for all of them. Go on with the adapter, or export without --merge"
+            )
 
 
 def untie(model: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,8 +70,8 @@ def stacked_experts(model: Any) -> Iterator[str]:
 def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
     """Matrices that were asked for and get no adapter, since no linear layer holds them: how many numbers, by name.
 
-    Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and their routers; the last layer of a
-    state space (see `_read_as_numbers`); layers of groups (see `_gives_rows`).
+    Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and their routers; layers whose weights are
+    read past them (see `_read_as_numbers`); layers of groups (see `_gives_rows`).
     """
     linear, adapted = {name for name, _ in _linear(model)}, set(stacked_experts(model)) if lora.train_experts else set()
     missed = {}
@@ -109,10 +111,26 @@ def _gives_rows(module: nn.Module) -> bool:
 
 
 def _read_as_numbers(model: Any) -> Iterator[str]:
-    """Linear layers of state spaces whose weights fused kernels read past the layer, so that an adapter would not be seen."""
+    """Linear layers whose weights are read past the layer, so that an adapter would not be seen there and would be by a merge.
+
+    Those that fused kernels of state spaces read; routers that score in fp32 (LongCat's `classifier`); Gemma 3n's `correction_coefs`,
+    which are clamped while it trains.
+    """
     for name, module in model.named_modules():
-        if {"A_log", "D"} <= {own for own, _ in module.named_parameters(recurse=False)}:
-            yield from (f"{name}.{own}" for own in ("out_proj", "dt_proj") if isinstance(getattr(module, own, None), nn.Linear))
+        own = {"out_proj", "dt_proj"} if {"A_log", "D"} <= {key for key, _ in module.named_parameters(recurse=False)} else set()
+        own |= {key for key in ("x_proj", "classifier", "correction_coefs") if _reads(module.__class__, key)}
+        yield from (f"{name}.{key}" for key in sorted(own) if isinstance(getattr(module, key, None), nn.Linear))
+
+
+@cache
+def _reads(kind: type, own: str) -> bool:
+    """Whether a class of transformers reads the weight of its layer `own` itself."""
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    try:
+        return f"self.{own}.weight" in inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
 
 
 # Parts of a vision-language model that are no part of its text model, by the names that architectures give them.

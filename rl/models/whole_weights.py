@@ -108,3 +108,19 @@ def check_tensors(name: str, shapes: Mapping[str, tuple[int, ...]], tensors: Map
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:_SHOWN])}{more})"
+
+
+def weights_to_write(model: Any, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """(`weights` of a model by name, names of those that reading ties to another and so need not be there).
+
+    Where its head and embedding were untied, nothing that they shared is tied any more: each name gets its numbers.
+    """
+    tied = list(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
+    if not tied or getattr(model.config.get_text_config(), "tie_word_embeddings", True):
+        return dict(weights), tied
+    written: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        written[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return written, []
