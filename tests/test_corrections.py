@@ -14,8 +14,9 @@ from whole_runs import RECIPE, train
 
 from rl.credit import Correction, corrected, episodes
 from rl.credit.corrections import KINDS, LEVELS, ratios
+from rl.losses.losses import get_loss
 from rl.methods import METHODS
-from rl.methods.steps import corrected_datums
+from rl.methods.steps import corrected_datums, with_proximal_share
 from rl.settings import RunSettings, SettingsError
 from rl.settings.cli import read
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
@@ -174,6 +175,51 @@ def test_datums_carry_the_correction(kind, level, against_learner):
     assert ("optim/correction_weight" in metrics) == (kind != "none") and "optim/kl_sample_train_v1" in metrics
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "importance_sampling", "gspo"])
+def test_an_interpolated_proximal_policy(loss):
+    """AReaL's log-linear approximation, in float64: of a token of age d the proximal policy lies d / (d + 1) of the way to the learner."""
+    rng = np.random.default_rng(3)
+    ages = np.array([0, 0, 1, 2, 5, 0, 3])
+    mask = np.array([0.0, 1, 1, 1, 1, 0, 1])
+    q, lp, advantages = (rng.normal(size=7) * scale for scale in (0.5, 0.5, 1.0))
+    versions = np.where(mask != 0, 10 - ages, -1)
+    fields = {"target_tokens": np.arange(7), "logprobs": q, "advantages": advantages * mask, "mask": mask}
+    several = Datum(ModelInput.from_ints(range(7)), {**fields, "versions": versions.astype(np.float32)})
+    new = with_proximal_share([several], 10)[0].loss_fn_inputs
+    share = np.where(mask != 0, ages / (ages + 1), 0)
+    np.testing.assert_allclose(new["proximal_share"].array, share, rtol=1e-6)
+    inputs = {name: torch.from_numpy(np.asarray(data.array, dtype=np.float64)) for name, data in new.items()}
+    exact = {"logprobs": q, "advantages": advantages * mask, "proximal_share": share}
+    inputs |= {name: torch.from_numpy(values) for name, values in exact.items()}
+    live, whole = torch.from_numpy(lp).requires_grad_(), torch.tensor([0, 7])
+    total, _ = get_loss(loss).compute(live, torch.zeros(7), inputs, whole, {})
+    total.backward()
+    proximal = q + ages / (ages + 1) * (lp - q)
+    other = torch.from_numpy(lp).requires_grad_()
+    plain = {name: value for name, value in inputs.items() if name != "proximal_share"}
+    expected, _ = get_loss(loss).compute(other, torch.zeros(7), {**plain, "logprobs": torch.from_numpy(proximal)}, whole, {})
+    expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+    np.testing.assert_allclose(live.grad.numpy(), other.grad.numpy(), rtol=1e-12, atol=1e-12)
+    if loss == "ppo":
+        ratio = np.exp((lp - q) / (ages + 1))
+        by_hand = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+        assert total.item() == pytest.approx(-(by_hand * mask).sum(), rel=1e-12)
+    with_kl = {**inputs, "ref_logprobs": torch.from_numpy(q - 0.3)}
+    added = get_loss(loss).compute(torch.from_numpy(lp), torch.zeros(7), with_kl, whole, {"kl_coef": 0.5})[0] - total.detach()
+    drawn = {**plain, "ref_logprobs": torch.from_numpy(q - 0.3), "drawn_logprobs": torch.from_numpy(q)}
+    alone = get_loss(loss).compute(torch.from_numpy(lp), torch.zeros(7), drawn, whole, {"kl_coef": 0.5})[1]["kl_ref:sum"]
+    assert float(added) == pytest.approx(0.5 * float(alone), rel=1e-12), "a KL is weighted by what drew the tokens"
+
+
+def test_what_one_version_drew_is_of_one_age():
+    fields = {"target_tokens": np.arange(3), "logprobs": np.zeros(3), "advantages": np.ones(3), "mask": np.array([0.0, 1, 1])}
+    datums = [Datum(ModelInput.from_ints(range(3)), fields, version=version) for version in (4, 3, 1)]
+    shares = [one.loss_fn_inputs["proximal_share"].array.tolist() for one in with_proximal_share(datums, 4)]
+    assert shares == [[0, 0, 0], [0, 0.5, 0.5], [0, 0.75, 0.75]]
+    assert datums[2].with_inputs(fields).version == 1
+
+
 REFUSED = [
     ("--correction-high 3", "correction is none"),
     ("--correction truncate --correction-level geometric", "no importance weight"),
@@ -181,6 +227,8 @@ REFUSED = [
     ("--correction mask --correction-low 1.5", "correction_low"),
     ("--correction mask --correction-high 0.5", "correction_high"),
     ("--correction rejection", "mask"),
+    ("--correction truncate --proximal interpolated", "set proximal to learner"),
+    ("--proximal interpolated", "goes by the age of tokens"),
 ]
 
 

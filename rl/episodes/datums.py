@@ -53,7 +53,8 @@ class _Sequence:
 
     def datum(self) -> Datum:
         mask = np.asarray(self.mask[1:], dtype=np.float32)
-        several = len({*self.versions} - {-1}) > 1  # what one version drew needs no label a token
+        drew = {*self.versions[1:]} - {-1}
+        several = len(drew) > 1  # what one version drew needs no label a token
         versions = {"versions": TensorData(np.asarray(self.versions[1:], dtype=np.float32), "float32")} if several else {}
         return Datum(
             model_input=ModelInput.of(self.tokens[:-1], self.images),
@@ -66,6 +67,7 @@ class _Sequence:
             },
             temperature=self.temperature,
             experts=np.concatenate(self.experts) if sum(map(len, self.experts)) == len(self.tokens) - 1 else None,
+            version=None if several else next(iter(drew), None),
         )
 
 

@@ -39,6 +39,7 @@ from rl.losses.terms import (
     Metrics,
     actions,
     add_value_loss,
+    against_proximal,
     needed_fields,
     switched_on,
     terms,
@@ -231,6 +232,8 @@ class LossSpec:
         self, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config, *, fused: bool = False
     ) -> tuple[Tensor, Metrics]:
         """The loss and the terms that `config` adds to it, summed; metrics of both."""
+        if self.terms:
+            inputs = against_proximal(logp_T, inputs)
         total, metrics = self.on(logp_T.device, fused=fused)(logp_T, entropy_T, inputs, cu_seqlens, config)
         if self.terms and switched_on(config):
             added, watched = terms(logp_T, entropy_T, inputs, config)

@@ -26,7 +26,7 @@ Metrics = dict[str, Tensor]
 KL_KINDS = ("k1", "k2", "k3", "k3_pathwise")
 TERM_CONFIG = ("entropy_coef", "kl_coef", "kl_kind", "value_coef", "value_clip")
 MASKS = ("mask", "sequence_ratio_mask")
-TERM_FIELDS = (*MASKS, "ref_logprobs", "returns", "values_old", "drawn_logprobs", "versions")
+TERM_FIELDS = (*MASKS, "ref_logprobs", "returns", "values_old", "drawn_logprobs", "versions", "proximal_share")
 
 
 def where(mask: Tensor, value: Tensor) -> Tensor:
@@ -115,6 +115,20 @@ def add_value_loss(inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     if old_T is not None and clip is not None:
         metrics["value_clipped:sum"] = ((values_T.detach() - old_T).abs() > clip).sum()
     return total, metrics
+
+
+def against_proximal(logp_T: Tensor, inputs: Inputs) -> Inputs:
+    """The fields with `logprobs` of a proximal policy, where a datum's `proximal_share` says how far it lies from what drew a token.
+
+    Between that, q, and the learner as it is, lp, in logprobs: q + share (lp - q), held constant (AReaL's log-linear approximation of
+    decoupled PPO's proximal policy). Ratios are then e^((1 - share) (lp - q)). What drew the tokens stays known, for a KL.
+    """
+    if "proximal_share" not in inputs:
+        return inputs
+    active_T = actions(inputs) if any(name in inputs for name in MASKS) else inputs["advantages"] != 0
+    q_T = inputs["logprobs"]
+    moved_T = where(active_T, inputs["proximal_share"] * (where(active_T, logp_T.detach()) - where(active_T, q_T)))
+    return {**inputs, "logprobs": q_T + moved_T, "drawn_logprobs": inputs.get("drawn_logprobs", q_T)}
 
 
 def terms(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:

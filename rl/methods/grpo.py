@@ -14,7 +14,15 @@ from rl.episodes import Trajectory, TrajectoryGroup, trajectory_to_datums
 from rl.judges import FrozenScorer, check_vocabulary
 from rl.methods.base import Hosts, Models, Progress
 from rl.methods.grpo_settings import COMPARING, GrpoSettings
-from rl.methods.steps import corrected_datums, correction, one_pass, truncated_importance_sampling, weighted_by_sequence, with_fields
+from rl.methods.steps import (
+    corrected_datums,
+    correction,
+    one_pass,
+    truncated_importance_sampling,
+    weighted_by_sequence,
+    with_fields,
+    with_proximal_share,
+)
 from rl.types import Datum
 
 
@@ -144,6 +152,8 @@ class PolicyGradient:
             datums, before = corrected_datums(
                 models, datums, correction(how), against_learner=how.against_learner, temperature=settings.sampling.temperature
             )
+        if settings.correction.proximal == "interpolated":
+            datums = with_proximal_share(datums, models.policy.version)
         if pg.normalise == "sequence_means":
             datums = weighted_by_sequence(datums)
         return datums, before

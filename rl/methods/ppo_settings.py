@@ -90,6 +90,8 @@ class PpoSettings:
         check_compared(self, self.ppo.group_size)
         why = "it looks for groups whose answers differ in reward, and ppo compares none"
         only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
+        if self.correction.proximal == "interpolated":
+            raise ValueError("proximal interpolated goes by the age of tokens, and ppo trains none that are old: set proximal to learner")
 
     @property
     def learning_rate(self) -> float:

@@ -118,6 +118,22 @@ def correction(settings: CorrectionSettings) -> Correction:
     return Correction(settings.correction, settings.correction_level, settings.correction_low, settings.correction_high)
 
 
+def with_proximal_share(datums: Sequence[Datum], version: int) -> list[Datum]:
+    """Datums whose loss takes ratios against the learner at `version`, before the step, approximated: no forward.
+
+    A token that the weights of d updates ago drew lies d of d + 1 updates before the learner that the step makes, so the proximal policy's
+    logprob is put d / (d + 1) of the way from the sampler's to the learner's as it is (AReaL's log-linear approximation, with
+    v_theta = v_proximal + 1; rl.losses.terms.against_proximal).
+    """
+    found = []
+    for datum in datums:
+        fields = datum.loss_fn_inputs
+        drew = fields["versions"].array if "versions" in fields else np.full(datum.model_input.length, float(datum.version or 0))
+        age = np.where(fields["mask"].array != 0, np.maximum(version - drew, 0), 0)
+        found.append(with_fields(datum, proximal_share=age / (age + 1)))
+    return found
+
+
 def with_fields(datum: Datum, **fields: np.ndarray) -> Datum:
     new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
     return datum.with_inputs({**datum.loss_fn_inputs, **new})

@@ -21,8 +21,8 @@ class CorrectionSettings:
     """Ratios below this are outside, such as 0.5 for tokens, 0.99 for geometric means."""
     correction_high: Annotated[float, Range(1, 1e6, why="a ratio, such as 2")] = 2.0
     """Ratios above this are outside, such as 2 for tokens, 1.01 for geometric means."""
-    proximal: Literal["sampler", "learner"] | None = None
-    """What the loss takes its ratios against, and clips around: the sampler's logprobs, or the learner's before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298). By default the learner's where tokens are weighed, else the sampler's."""
+    proximal: Literal["sampler", "learner", "interpolated"] | None = None
+    """What the loss takes its ratios against, and clips around: the sampler's logprobs, or the learner's before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298); interpolated: that, approximated between the sampler's and the learner's as it is by the token's age, without a forward (AReaL's log-linear approximation). By default the learner's where tokens are weighed, else the sampler's."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -31,6 +31,8 @@ class CorrectionSettings:
         only_with(self, ("correction_level", "correction_low", "correction_high"), on, why, remedy)
         if self.weighs and self.correction_level == "geometric":
             raise ValueError("correction_level geometric is no importance weight: set correction to mask, or correction_level to token or sequence")
+        if on and self.proximal == "interpolated":
+            raise ValueError(f"correction {self.correction} takes the learner's logprobs before the step anyway: set proximal to learner")
         if self.weighs and self.proximal == "sampler":
             raise ValueError(
                 f"correction {self.correction} weighs by learner / sampler, which ratios against the sampler hold already: "

@@ -132,6 +132,7 @@ LOSS_INPUT_DTYPES: Mapping[str, str] = {
     "mask": "float32",
     "ref_logprobs": "float32",
     "drawn_logprobs": "float32",
+    "proximal_share": "float32",
     "returns": "float32",
     "values_old": "float32",
     "clip_low_threshold": "float32",
@@ -200,6 +201,7 @@ class Datum:
     found by tokens and logprobs, where this process drew them.
     `experts` (extension): those that each token went to when it was drawn, int16 [N, layers with experts * experts a token], -1 where it
     is not known; a learner with router replay sends it there again.
+    `version` (extension): the learner's version whose weights drew its actions, where one did; else `loss_fn_inputs["versions"]` says it.
     """
 
     model_input: ModelInput
@@ -209,6 +211,7 @@ class Datum:
     episode_share: float
     temperature: float | None
     experts: np.ndarray | None
+    version: int | None
 
     def __init__(
         self,
@@ -220,6 +223,7 @@ class Datum:
         episode_share: float = 1.0,
         temperature: float | None = None,
         experts: np.ndarray | None = None,
+        version: int | None = None,
     ):
         if experts is not None and (experts.ndim != 2 or len(experts) != model_input.length):
             raise ValueError(f"experts of shape {experts.shape} for an input of {model_input.length} tokens: one row a token is expected")
@@ -231,6 +235,7 @@ class Datum:
         self.episode_share = episode_share
         self.temperature = temperature
         self.experts = experts
+        self.version = version
         self.loss_fn_inputs = {name: _tensor_data(name, value) for name, value in (loss_fn_inputs or {}).items()}
 
     def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
@@ -255,5 +260,5 @@ class Datum:
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
         """An extension: the same datum, of the same sample, with these loss inputs."""
         spans = (self.model_input_spans, self.loss_fn_input_spans)
-        own = {"episode_share": self.episode_share, "temperature": self.temperature, "experts": self.experts}
+        own = {"episode_share": self.episode_share, "temperature": self.temperature, "experts": self.experts, "version": self.version}
         return Datum(self.model_input, loss_fn_inputs, *spans, **own)  # type: ignore[arg-type]
