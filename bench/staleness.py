@@ -1,0 +1,165 @@
+"""What old tokens cost, and what each correction gives back: GRPO on the default recipe's task at several ages. `make campaign`.
+
+    python bench/staleness.py                              # into bench/results/staleness.csv and .png; rows that are there are kept
+    python bench/staleness.py --seeds 0 --staleness 8      # some of it
+    python bench/staleness.py --draw                       # the picture alone, and the table of docs/corrections.md
+
+For each seed the recipe's SFT is trained once; from there GRPO runs for STEPS steps with `--max-steps-off-policy K`, under each correction
+(K = 0, the synchronous run, under none: nothing is to be corrected there). Rewards come at once here, so that nearly every trained token
+is K updates old, the worst of cases. `after` is held-out accuracy, sampled, after the last step; `mean` that of all evaluations on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
+
+TABLE, PICTURE, PAGE = RESULTS / "staleness.csv", RESULTS / "staleness.png", REPO / "docs" / "corrections.md"
+STEPS, STALENESS = 200, (0, 1, 4, 8)
+CORRECTIONS = {
+    "none": "",
+    "truncate": "--correction truncate --correction-high 2",
+    "icepop": "--correction icepop --correction-low 0.5 --correction-high 2",
+    "mask, geometric": "--correction mask --correction-level geometric --correction-low 0.8 --correction-high 1.25",
+    "proximal learner": "--proximal learner",
+    "proximal interpolated": "--proximal interpolated",
+}
+SFT = (
+    "sft --base-model tiny:addition --dataset addition:noise=0.7,from=7 --learning-rate 3e-3 --schedule cosine --warmup-steps 30 "
+    "--beta2 0.99 --steps 750 --batch-size 256 --eval-every 0 --save-every 0 --max-tokens 4"
+)
+GRPO = (
+    f"grpo --dataset addition --reward exact_match --learning-rate 1e-3 --schedule linear --warmup-steps 10 --steps {STEPS} "
+    "--batch-size 64 --group-size 8 --advantage mean_std --eval-every 25 --save-every 0 --max-tokens 4 --temperature 1.0 --eval-limit 512 "
+    "--rollouts-every 0"
+)
+
+
+def train(words: list[str], folder: Path) -> list[dict[str, Any]]:
+    """The run's rows of metrics. RuntimeError with what it said last where it failed."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *words, "--output-dir", str(folder)], cwd=REPO, env=env, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout)[-2000:]}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def one(base: Path, folder: Path, seed: int, staleness: int, correction: str) -> dict[str, Any]:
+    words = [*GRPO.split(), "--base-model", str(base), "--seed", str(seed), "--max-steps-off-policy", str(staleness)]
+    begin = time.perf_counter()
+    rows = train([*words, *CORRECTIONS[correction].split()], folder)
+    right = [row["test/env/all/reward/total"] for row in rows if "test/env/all/reward/total" in row]
+    greedy = [row["test/greedy/all/reward/total"] for row in rows if "test/greedy/all/reward/total" in row]
+    ages = [row["async/age/mean"] for row in rows if "async/age/mean" in row]
+    return {
+        "seed": seed, "staleness": staleness, "correction": correction, "before": round(right[0], 4), "after": round(right[-1], 4),
+        "mean": round(mean(right[1:]), 4), "least": round(min(right[1:]), 4), "greedy_after": round(greedy[-1], 4) if greedy else "",
+        "age_mean": round(mean(ages), 2) if ages else 0, "seconds": round(time.perf_counter() - begin, 1), "machine": machine(),
+    }  # fmt: skip
+
+
+def table() -> list[dict[str, str]]:
+    if not TABLE.is_file():
+        return []
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def key(row: dict[str, Any]) -> tuple[int, int, str]:
+    return int(row["staleness"]), int(row["seed"]), str(row["correction"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
+    parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=list(CORRECTIONS))
+    parser.add_argument("--sft", type=Path, help="where the SFT runs are kept, sft-SEED each (default: trained anew, and thrown away)")
+    parser.add_argument("--draw", action="store_true")
+    asked = parser.parse_args()
+    if not asked.draw:
+        with tempfile.TemporaryDirectory(prefix="staleness-") as parent:
+            measure(asked, Path(parent))
+    draw(table())
+
+
+def measure(asked: argparse.Namespace, parent: Path) -> None:
+    there = {key(row) for row in table()}
+    for seed in asked.seeds:
+        base = (asked.sft or parent) / f"sft-{seed}"
+        for staleness in asked.staleness:
+            for correction in asked.corrections if staleness else ["none"]:
+                if (staleness, seed, correction) in there:
+                    continue
+                if not (base / "metrics.jsonl").is_file():
+                    train([*SFT.split(), "--seed", str(seed)], base)
+                folder = parent / f"{seed}-{staleness}-{correction.replace(', ', '-').replace(' ', '-')}"
+                row = one(base, folder, seed, staleness, correction)
+                print(row, flush=True)
+                write_table(
+                    TABLE, sorted([*table(), row], key=lambda row: (key(row)[0], list(CORRECTIONS).index(key(row)[2]), key(row)[1]))
+                )
+
+
+def cells(rows: list[dict[str, str]], what: str = "after") -> dict[tuple[int, str], list[float]]:
+    found: dict[tuple[int, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((int(row["staleness"]), row["correction"]), []).append(float(row[what]))
+    return found
+
+
+def draw(rows: list[dict[str, str]]) -> None:
+    """The picture: held-out accuracy after the last step by age, a line a correction, each seed a dot; and the table of the page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found, ages = cells(rows), [age for age in STALENESS if any(int(row["staleness"]) == age for row in rows)]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for i, name in enumerate(CORRECTIONS):
+        values = [found.get((age, name if age else "none"), []) for age in ages]
+        shift = (i - (len(CORRECTIONS) - 1) / 2) * 0.06
+        at = [j + shift for j, some in enumerate(values) if some]
+        line = axes.plot(at, [mean(some) for some in values if some], marker="o", label=name)[0]
+        for j, some in enumerate(values):
+            axes.scatter([j + shift] * len(some), some, s=10, color=line.get_color(), alpha=0.6)
+    axes.set_xticks(range(len(ages)), [str(age) for age in ages])
+    axes.set_xlabel("--max-steps-off-policy: trained tokens are so many updates old")
+    axes.set_ylabel(f"held-out accuracy after {STEPS} steps")
+    axes.grid(alpha=0.3)
+    axes.legend(title="correction", fontsize=8)
+    figure.savefig(PICTURE, dpi=120)
+    page = PAGE.read_text()
+    begin, end = "<!-- staleness -->\n", "<!-- end of staleness -->"
+    if begin in page:
+        PAGE.write_text(page[: page.index(begin) + len(begin)] + as_page(rows) + page[page.index(end) :])
+
+
+def as_page(rows: list[dict[str, str]]) -> str:
+    """A row a correction, a column an age: the mean over the seeds, and the worst of them."""
+    found = cells(rows)
+    lines = ["| correction | " + " | ".join(f"{age}" for age in STALENESS) + " |", "|---|" + "---|" * len(STALENESS)]
+    for name in CORRECTIONS:
+        shown = [found.get((age, name), []) for age in STALENESS]
+        lines.append(f"| {name} | " + " | ".join(f"{mean(some):.3f} ({min(some):.3f})" if some else "" for some in shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
