@@ -28,6 +28,11 @@ class Role:
 _taken: Role | None = None  # of this process, which has one for good
 
 
+def has_side() -> bool:
+    """Whether this process learns or samples, and does not do both."""
+    return _taken is not None
+
+
 def check_roles(sampler_ranks: int) -> None:
     """UserError where this launch cannot spare so many processes for sampling."""
     if not sampler_ranks:
