@@ -125,7 +125,7 @@ def _completions(inputs: dict[str, Any]) -> list[Completion]:
 
 def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path, drawn: list[Completion]) -> Steps:
     """The hooks of `grpo` on a real client; what its worker computes is noted on the way."""
-    from rl.clients import driver
+    from rl.clients import crew
     from rl.clients.service import ServiceClient
     from rl.judges.scoring import FrozenScorer
     from rl.methods.base import Models, Progress
@@ -133,7 +133,7 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
     from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
     from rl.settings.tables import KlSettings, OptimSettings, SamplingSettings
 
-    steps, execute = Steps(), driver._execute
+    steps, execute = Steps(), crew._execute
 
     def noting(worker: Any, verb: str, arguments: Any) -> Any:
         if verb == "optim_step":
@@ -155,7 +155,7 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
             optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
         )
     )
-    driver._execute = noting
+    crew._execute = noting
     try:
         with ServiceClient(output_dir=folder, seed=args.seed) as service:
             reference = FrozenScorer(service.create_sampling_client(base_model=str(model)))
@@ -164,7 +164,7 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
             for step in range(STEPS):
                 method.learn(models, datums, Progress(step, STEPS))
     finally:
-        driver._execute = execute
+        crew._execute = execute
     return steps
 
 

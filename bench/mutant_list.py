@@ -280,13 +280,13 @@ MUTANTS = [
       "outside: greedy samples are scored at 0", "temperatures clients"),
     M("rl/clients/context.py", "if model_id in own or self._saved_by.get(str(path), model_id) != model_id:", "if model_id in own:",
       "outside: two models' saves under one name collide", "tinker_names clients"),
-    M("rl/clients/driver.py", "number, crew.services = crew.services, crew.services + 1", "number, crew.services = crew.services, len(crew.open) + 1",
+    M("rl/clients/crew.py", "number, crew.services = crew.services, crew.services + 1", "number, crew.services = crew.services, len(crew.open) + 1",
       "outside: a service gets the number of one that is still open", "services"),
     M("rl/clients/training.py", """        future = run(True)
         self._backwards.append(future)
 """, """        future = run(True)
 """, "outside: an update after a custom loss that failed", "clients"),
-    M("rl/clients/driver.py", '    _everywhere(desk, number, "drop_gradients", arguments[:1])\n', "",
+    M("rl/clients/crew.py", '    _everywhere(desk, number, "drop_gradients", arguments[:1])\n', "",
       "outside: gradients stay after a failed forward_backward", "clients"),
     # runs
     M("rl/run/lock.py", '            if owner is not None and owner.get("nonce") == self._me["nonce"]:', "            if owner is not None:",

@@ -22,7 +22,7 @@ from helpers import random_datums  # noqa: E402
 from torch.distributed.distributed_c10d import _world  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.clients import driver  # noqa: E402
+from rl.clients import crew  # noqa: E402
 from rl.clients.training import TrainingClient  # noqa: E402
 from rl.clients.worker import Worker, WorkerSettings  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
@@ -324,7 +324,7 @@ class Launch:
 
 def main(starts: Path, out: Path, also: str | None) -> None:
     torch.set_num_threads(1)
-    driver.Worker = CaseWorker  # what the driver and the serving ranks make
+    crew.Worker = CaseWorker  # what the driver and the serving ranks make
     launch = Launch(starts, out)
     launch.gradients(list(GRADIENTS))
     launch.unequal_shares()

@@ -16,7 +16,7 @@ from distributed_cases import CaseWorker  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import driver  # noqa: E402
+from rl.clients import crew  # noqa: E402
 from rl.clients.worker import WorkerSettings  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
 
@@ -33,7 +33,7 @@ def data(columns: int) -> list:
 
 def main(starts: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    driver.Worker = CaseWorker
+    crew.Worker = CaseWorker
     settings = WorkerSettings(timeout_seconds=60, dtype="fp32", learner=LearnerSettings(token_budget=12, router_replay=True))
     service, found = ServiceClient(output_dir=out, settings=settings), {}
     for case in CASES:

@@ -16,7 +16,7 @@ from distributed_cases import CaseWorker  # noqa: E402
 from seeing import chunk, spelt  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import driver  # noqa: E402
+from rl.clients import crew  # noqa: E402
 from rl.clients.worker import WorkerSettings  # noqa: E402
 from rl.images import reader_of  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
@@ -59,7 +59,7 @@ def data(tokenizer, counts, loss: str) -> list[Datum]:
 
 def main(start: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    driver.Worker = CaseWorker
+    crew.Worker = CaseWorker
     settings = WorkerSettings(timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=120))
     service, found = ServiceClient(output_dir=out, settings=settings), {}
     for case, (counts, loss, lora) in CASES.items():

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import driver  # noqa: E402
+from rl.clients import crew  # noqa: E402
 from rl.clients.worker import Worker, WorkerSettings  # noqa: E402
 from rl.types import AdamParams  # noqa: E402
 
@@ -47,7 +47,7 @@ class Measured(Worker):
 
 def main() -> None:
     torch.set_num_threads(1)
-    driver.Worker = Measured
+    crew.Worker = Measured
     base, out, kind = sys.argv[1:4]
     service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=120))
     client = service.create_lora_training_client(base, rank=3, seed=5) if kind != "full" else service.create_full_training_client(base)

@@ -12,7 +12,8 @@ import pytest
 import two_services
 
 from rl import ServiceClient
-from rl.clients.driver import Crew, Driver
+from rl.clients.crew import Crew
+from rl.clients.driver import Driver
 from rl.clients.worker import WorkerSettings
 from rl.errors import UserError
 

@@ -20,15 +20,15 @@ _workers: list = []
 @pytest.fixture(autouse=True)
 def keep_worker(monkeypatch):
     """Remembers the worker behind the driver, so that a test can look at weights and gradients."""
-    from rl.clients import driver
+    from rl.clients import crew
 
-    original = driver._execute
+    original = crew._execute
 
     def execute(worker, verb, arguments):
         _workers[:] = [worker]
         return original(worker, verb, arguments)
 
-    monkeypatch.setattr(driver, "_execute", execute)
+    monkeypatch.setattr(crew, "_execute", execute)
     yield
     _workers.clear()
 

@@ -55,26 +55,59 @@ class Seen:
 
 def prove(policy: Any, sampler: Any, datums: Sequence[Datum], temperature: float) -> Seen:
     """`look`, on every rank, at a TrainingClient and a SamplingClient of the weights that it has now. Leaves no trace."""
-    return policy._driver.submit("prove", policy.model_id, sampler._version_id, list(datums), temperature).result()
+    driver = policy._driver
+    if driver.far is None:
+        return driver.submit("prove", policy.model_id, sampler._version_id, list(datums), temperature).result()
+    datums, texts, images = _read_as(datums)
+
+    def read(version_id: int) -> dict[int, np.ndarray]:
+        found = driver.submit("compute_logprobs", version_id, texts, temperature, images).result()
+        return {i: np.array(one[1:], dtype=np.float64) for i, one in enumerate(found)}
+
+    seen, moved = driver.submit("prove_learner", policy.model_id, datums, temperature).result()
+    other = policy._context.next_version_id()
+    seen.sampler = read(sampler._version_id)
+    driver.far.send(moved, other).result()  # by the way that an update's weights go
+    seen.sampler_moved = read(other)
+    driver.submit("forget_version", other).result()
+    return seen
+
+
+def _read_as(datums: Sequence[Datum]) -> tuple[list[Datum], list[list[int]], list[Sequence[Any]]]:
+    """(the datums, the texts that a sampler reads of them, their images)."""
+    # Without the experts that were noted: with moved weights both sides are to choose for themselves.
+    datums = [Datum(one.model_input, one.loss_fn_inputs, temperature=one.temperature) for one in datums]
+    texts = [[*datum.model_input.flat(), int(datum.loss_fn_inputs["target_tokens"].array[-1])] for datum in datums]
+    return datums, texts, [datum.model_input.placed() for datum in datums]
+
+
+def _said_by(learner: Learner, datums: Sequence[Datum], temperature: float) -> dict[int, np.ndarray]:
+    outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False)
+    return {i: found["logprobs"].astype(np.float64) for i, found in outputs.items()}
+
+
+def look_at_learner(learner: Learner, datums: Sequence[Datum], temperature: float, stage: Callable[[], Any]) -> tuple[Seen, Any]:
+    """This rank's part of `look` without a sampler, and what `stage` gives of the moved weights."""
+    seen = Seen(learner=_said_by(learner, datums, temperature))
+    with _moved(learner) as names:
+        seen.moved = len(names)
+        staged = stage()
+        seen.learner_moved = _said_by(learner, datums, temperature)
+        seen.sizes, seen.frozen = _gradient(learner, datums, temperature)
+    return seen, staged
 
 
 def look(
     learner: Learner, decoder: Decoder, datums: Sequence[Datum], temperature: float, share: Callable[[Sequence[int]], Sequence[int]]
 ) -> Seen:
     """This rank's part. `share`: which of the datums this rank's sampler reads."""
-    # Without the experts that were noted: with moved weights both sides are to choose for themselves.
-    datums = [Datum(one.model_input, one.loss_fn_inputs, temperature=one.temperature) for one in datums]
-    texts = [[*datum.model_input.flat(), int(datum.loss_fn_inputs["target_tokens"].array[-1])] for datum in datums]
-    images = [datum.model_input.placed() for datum in datums]
+    datums, texts, images = _read_as(datums)
     mine = share([len(text) for text in texts])
 
     def logprobs() -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-        outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False)
+        said = _said_by(learner, datums, temperature)
         read = score(decoder, [texts[i] for i in mine], temperature, [images[i] for i in mine])
-        return (
-            {i: found["logprobs"].astype(np.float64) for i, found in outputs.items()},
-            {i: np.array(found[1:], dtype=np.float64) for i, found in zip(mine, read, strict=True)},
-        )
+        return said, {i: np.array(found[1:], dtype=np.float64) for i, found in zip(mine, read, strict=True)}
 
     seen = Seen()
     seen.learner, seen.sampler = logprobs()

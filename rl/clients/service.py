@@ -15,8 +15,9 @@ from rl import types
 from rl.clients.async_spellings import AsyncService
 from rl.clients.config import TrainingConfig
 from rl.clients.context import ServiceContext, check_words
+from rl.clients.crew import serve
 from rl.clients.custom_loss import LossHandle, PerDatumLossFn
-from rl.clients.driver import Driver, is_driver, serve
+from rl.clients.driver import Driver, is_driver
 from rl.clients.futures import APIFuture
 from rl.clients.rest_client import RestClient, refuse_base_url, server_capabilities
 from rl.clients.sampling import SamplingClient
@@ -24,7 +25,7 @@ from rl.clients.settings import WorkerSettings
 from rl.clients.training import TrainingClient
 from rl.errors import RankLost, UserError
 from rl.learner import ModelSpec, saving
-from rl.ranks import distributed
+from rl.ranks import check_roles, distributed
 from rl.types import LoraConfig
 from rl.types.checked import whole
 
@@ -60,6 +61,7 @@ class ServiceClient(AsyncService):
         self.display_name = display_name
         whole("seed", seed, "a whole number")
         settings = settings or WorkerSettings()
+        check_roles(settings.sampler_ranks)
         if not is_driver():
             try:
                 serve(settings)

@@ -25,3 +25,4 @@ class WorkerSettings:
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
     share_bases: bool = False  # see rl.clients.bases
+    sampler_ranks: int = 0  # so many of the processes, the last, sample and do not learn; 0: all do both, in turn

@@ -48,7 +48,8 @@ class SampleStream:
         self.client, self.mixed = client, mixed
         self._driver: Driver = client._driver
         self._number = next(SampleStream._numbers)
-        self._ranks: int = client.info["world"]
+        far = self._driver.far
+        self._ranks: int = client.info["world"] if far is None else far.ranks
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._arrived: list[tuple[int, int, Request]] = []

@@ -16,12 +16,16 @@ from rl.sampler import Decoder, Engine, MixedEngine, Request, RoutedEngine, note
 
 @dataclass
 class SamplerVersion:
-    """Weights that can be sampled from: a decoder, and which learner (if it lives here) at which version they are from."""
+    """Weights that can be sampled from: a decoder, and which learner (if it lives here) at which version they are from.
+
+    `learned`: a learner, here or on other ranks, trains on what is drawn from them.
+    """
 
     decoder: Decoder
     loaded: LoadedModel
     version: int
     learner: Learner | None
+    learned: bool = False
 
     def note(self, requests: Sequence[Request]) -> None:
         """Tells the learner, while its weights are these, how is drawn from them."""
@@ -45,7 +49,7 @@ def engine_of(source: SamplerVersion, limits: SamplerSettings, mixed: bool = Fal
     }
     if mixed:
         return MixedEngine.beside(source.decoder, **settings)
-    replays = limits.router_replay and source.learner is not None
+    replays = limits.router_replay and source.learned
     if replays:
         note_experts(source.decoder)
     return (RoutedEngine if replays else Engine)(source.decoder, **settings)

@@ -128,6 +128,9 @@ class DeepSpeedBackend:
         from deepspeed.utils import safe_get_full_grad
 
         found: dict[str, float] = {}
+        if self.stage in (1, 2) and not self.bf16_stage1:  # until a step they are kept where nobody may ask for them
+            self.optimizer.finalize_gradient_accumulation_boundary()
+            self.optimizer.set_gradient_accumulation_boundary(False)
         for name, parameter in self.trainable.items():
             gradient = parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)  # every rank has to ask
             found[name] = 0.0 if gradient is None else float(gradient.abs().max())

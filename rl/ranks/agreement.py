@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import RankLost, UserError
-from rl.ranks.distributed import ObjectGroup, rank, world
+from rl.ranks.distributed import ObjectGroup
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors", "tokenizers", "numpy", "triton")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -20,14 +20,14 @@ _MOST = 8  # differences that an error lists
 
 def require_same(objects: ObjectGroup, settings: Any) -> None:
     """Raises UserError on rank 0, which names what differs on which rank, and RankLost elsewhere. `settings`: a dataclass."""
-    if world() == 1:
+    if objects.world == 1:
         return
     everybody = objects.gather(described(settings))
-    differ = None if everybody is None else differences(everybody, [objects.name(r) for r in range(world())])
+    differ = None if everybody is None else differences(everybody, [objects.name(r) for r in range(objects.world)])
     differ = objects.broadcast_verb(differ)
     if not differ:
         return
-    if rank() > 0:
+    if objects.rank > 0:
         raise RankLost("the ranks were not started alike, rank 0 says how")
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
     raise UserError(f"the ranks do not agree: {'; '.join(differ[:_MOST])}{more}. Start all of them alike, from the same installation")

@@ -12,6 +12,7 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 from rl.errors import FailedElsewhere, RankLost
 from rl.ranks.beats import Drum, Watch
+
+_CARD = 2048  # bytes in which a process says who it is
 
 
 def rank() -> int:
@@ -29,8 +32,33 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+@dataclass(frozen=True)
+class Members:
+    """Processes that talk to each other beside the world that each computes in. `store`: where they meet; `called`: this one, in errors."""
+
+    rank: int
+    world: int
+    store: Any
+    called: str
+
+    def group(self, name: str, timeout: datetime.timedelta) -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout)
+
+
+class _Everybody(Members):
+    """All ranks of this world."""
+
+    def __init__(self) -> None:
+        super().__init__(rank(), world(), None, f"rank {rank()}")
+
+    def group(self, name: str, timeout: datetime.timedelta) -> Any:
+        return dist.new_group(backend="gloo", timeout=timeout)
+
+
 class ObjectGroup:
     """Moves Python objects between ranks over gloo (tensors of the learner go over the accelerator's own backend).
+
+    `among`: these processes rather than the ranks of this world.
 
     Every wait has a bound of `timeout_seconds` on rank 0, which can say whom it waited for; the others wait a little more
     than twice as long for rank 0, so that it is the first to give up. A wait that fails raises RankLost. A rank 0 whose process is
@@ -38,28 +66,38 @@ class ObjectGroup:
     beat (rl.ranks.beats).
     """
 
-    def __init__(self, timeout_seconds: float):
+    def __init__(self, timeout_seconds: float, among: Members | None = None):
         self.timeout_seconds = timeout_seconds
+        among = among or _Everybody()
+        self.rank, self.world = among.rank, among.world
         self._names = ["rank 0"]
         self._beats: Drum | Watch | None = None
-        if world() > 1:
+        if self.world > 1:
             bound = datetime.timedelta(seconds=2 * timeout_seconds + 60)
-            self._results = dist.new_group(backend="gloo", timeout=bound)
-            self._verbs = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=max(timeout_seconds, 3 * self.beat_seconds)))
-            drum = Drum(self.beat_seconds) if rank() == 0 else None
-            me = f"rank {rank()} (process {os.getpid()} on {socket.gethostname()})"
-            known: list[Any] = [None] * world()
+            self._results = among.group("results", bound)
+            self._verbs = among.group("verbs", datetime.timedelta(seconds=max(timeout_seconds, 3 * self.beat_seconds)))
+            drum = Drum(self.beat_seconds) if self.rank == 0 else None
+            me = f"{among.called} (process {os.getpid()} on {socket.gethostname()})"
             try:
-                dist.all_gather_object(known, (me, drum and (drum.port, drum.word)), group=self._results)
+                known = self._all_gather((me, drum and (drum.port, drum.word)))
             except RuntimeError as error:
                 raise RankLost("another rank ended while the ranks were getting to know each other: its own output says why") from error
             self._names = [name for name, _ in known]
             self._beats = drum or self._watch(*known[0][1])
 
+    def _all_gather(self, item: Any) -> list[Any]:
+        """Every rank's object, which is a small one."""
+        mine = torch.zeros(_CARD, dtype=torch.uint8)
+        pickled = pickle.dumps(item)
+        mine[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        found = [torch.zeros_like(mine) for _ in range(self.world)]
+        self._results.allgather([found], [mine]).wait()
+        return [pickle.loads(one.numpy().tobytes()) for one in found]
+
     def _watch(self, port: int, word: str) -> Watch:
         """Rank 0 is where the ranks met."""
         hosts = [os.environ.get("MASTER_ADDR", "localhost")]
-        lost = f"rank {rank()} ends: {self.name(0)}, the driver, "
+        lost = f"{self.name(self.rank).partition(' (')[0]} ends: {self.name(0)}, the driver, "
         timeout = self.timeout_seconds
         return Watch(hosts, port, word, every=self.beat_seconds, timeout=timeout, lost=lambda seconds: lost + _how(seconds, timeout))
 
@@ -79,34 +117,42 @@ class ObjectGroup:
 
     def broadcast_verb(self, verb: Any) -> Any:
         """Rank 0's object, on every rank."""
-        if world() == 1:
+        if self.world == 1:
             return verb
-        box, begin = [verb], time.monotonic()
+        begin = time.monotonic()
         try:
-            dist.broadcast_object_list(box, src=0, group=self._verbs)
+            return self._broadcast(verb)
         except RuntimeError as error:
             seconds = time.monotonic() - begin
-            if rank() > 0:
+            if self.rank > 0:
                 raise RankLost(f"{self.name(0)}, the driver, {_how(seconds, self.timeout_seconds)}") from error
             raise RankLost(self._lost(self._gone(), seconds)) from error
-        return box[0]
+
+    def _broadcast(self, item: Any) -> Any:
+        payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) if self.rank == 0 else None
+        size = torch.tensor([0 if payload is None else len(payload)])
+        self._verbs.broadcast(size, 0).wait()
+        if payload is None:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self._verbs.broadcast(payload, 0).wait()
+        return item if self.rank == 0 else pickle.loads(payload.numpy().tobytes())
 
     def gather(self, item: Any) -> list[Any] | None:
         """Every rank's object in rank order on rank 0, None elsewhere."""
-        if world() == 1:
+        if self.world == 1:
             return [item]
-        if rank() > 0:
+        if self.rank > 0:
             payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
             begin = time.monotonic()
             try:
                 with self._said(begin):
-                    dist.send(torch.tensor([len(payload)]), dst=0, group=self._results)
-                    dist.send(payload, dst=0, group=self._results)
+                    self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
+                    self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
                 raise RankLost(f"{self.name(0)}, the driver, {_how(time.monotonic() - begin, self.timeout_seconds)}") from error
             return None
         with self._said():
-            sizes = self._receive([torch.zeros(1, dtype=torch.int64) for _ in range(world() - 1)])
+            sizes = self._receive([torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)])
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
         return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
 
@@ -146,18 +192,18 @@ class ObjectGroup:
     def _listen(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
         """None where the connection is closed already."""
         try:
-            return dist.irecv(tensor, src=to, group=self._results)
+            return self._results.recv([tensor], to, 0)
         except RuntimeError:
             return None
 
     def _gone(self) -> list[int]:
         """On rank 0 after a failed broadcast: the ranks whose connection is closed; all where that cannot be told."""
         gone = []
-        for other in range(1, world()):
+        for other in range(1, self.world):
             begin, work = time.monotonic(), self._listen(torch.zeros(1, dtype=torch.int64), other)
             if not _comes(work, 0.2) and time.monotonic() - begin < 0.15:
                 gone.append(other)
-        return gone or list(range(1, world()))
+        return gone or list(range(1, self.world))
 
     def _lost(self, ranks: list[int], seconds: float) -> str:
         names = ", ".join(self.name(r) for r in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
@@ -215,6 +261,23 @@ def all_or_none(device: torch.device) -> Iterator[None]:
         all_sum_([failed])
     if float(failed) > 0:
         raise FailedElsewhere
+
+
+def meeting_place(timeout_seconds: float) -> tuple[Any, int, int]:
+    """(a store that all processes of the launch share, this one's rank in it, how many there are), before any world has begun."""
+    found = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds))  # type: ignore[operator]
+    return next(iter(found))
+
+
+def corner(store: Any, name: str) -> Any:
+    """A part of a store, whose keys are its own."""
+    return dist.PrefixStore(name, store)
+
+
+def begin_world(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
+    """These processes are a world of their own: what is collective in them is so among them alone."""
+    backend, bound = "nccl" if torch.cuda.is_available() else "gloo", datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=bound)
 
 
 def another_group(timeout_seconds: float) -> Any:

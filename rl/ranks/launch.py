@@ -18,6 +18,7 @@ import torch
 
 from rl.errors import UserError
 from rl.ranks import distributed
+from rl.ranks.roles import has_side
 
 # What the learner decides at each call; a config file that says otherwise would be overruled without a word.
 _OWNED = {
@@ -93,7 +94,7 @@ def _refuse_before_start(asked: int) -> None:
         for name, what in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
             if _flag(name):
                 raise UserError(f"use_cpu (or --cpu) switches {what} off without a word: set use_cpu: false in the accelerate config")
-        if asked == 1 and "LOCAL_RANK" not in os.environ and "MASTER_ADDR" in os.environ:
+        if asked == 1 and "LOCAL_RANK" not in os.environ and "MASTER_ADDR" in os.environ and not has_side():
             raise UserError(
                 "accelerate launch started one process where its config asks for several (--cpu with --num_processes, or "
                 "distributed_type: MULTI_CPU, does that): use accelerate_configs/ddp.yaml, which also runs on CPUs"

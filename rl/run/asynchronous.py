@@ -45,19 +45,26 @@ def train_asynchronous(stage: Stage) -> None:
                 if flow.tick():
                     break
             assert learning is not None and taken is not None
-            metrics, (rollouts, datums), learning = learning.result(), taken, None
+            (metrics, fresh), (rollouts, datums), learning = learning.result(), taken, None
             metrics |= under_way.metrics(rollouts, sampler.version)
-            sampler = stage.next_sampler(sampler)
+            sampler = stage.next_sampler(sampler, fresh)
             flow.seats[None].stream.switch(sampler, anew=stage.settings.flow.recompute_cache)
             under_way.admission.updated()
             stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, datums)
     stage.end()
 
 
-def _learn(stage: Stage, batch: int, rollouts: Rollouts, datums: list[Datum]) -> dict[str, float]:
-    """The update on a batch; its datums are put into `datums`."""
+def _learn(stage: Stage, batch: int, rollouts: Rollouts, datums: list[Datum]) -> tuple[dict[str, float], SamplingClient | None]:
+    """The update on a batch; its datums are put into `datums`. Metrics, and the new weights where these are brought to other ranks:
+    until they are there, what those draw is of the old ones.
+    """
     datums += stage.method.credit(rollouts.groups, stage.models)
-    return stage.method.learn(stage.models, datums, stage.progress(batch))
+    metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
+    if not stage.settings.flow.sampler_ranks:
+        return metrics, None  # they are taken between two slices
+    fresh = stage.models.policy.save_weights_and_get_sampling_client()
+    _ = fresh.version  # waits for them
+    return metrics, fresh
 
 
 class UnderWay:

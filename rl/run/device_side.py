@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rl.clients import SamplerSettings, WorkerSettings
 from rl.errors import UserError
 from rl.learner import LearnerSettings
-from rl.settings import StagePlan
+from rl.settings import FlowSettings, StagePlan
 
 
 def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
@@ -23,10 +24,13 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
         )  # fmt: skip
         sampler = SamplerSettings(sampling.kv_cache_tokens, sampling.max_rows, sampling.sampler, model.router_replay)
         found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+    ranks = {flow.sampler_ranks for plan in stages if isinstance(flow := getattr(plan.settings, "flow", None), FlowSettings)}
+    if len(ranks) > 1:
+        raise UserError("sampler_ranks holds for the whole run: set it at the recipe's top level or on the line")
     if any(settings != found[0] for settings in found):
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, gradient_checkpointing, optimizer, router_replay, "
             "router_aux_loss_coef, kv_cache_tokens, max_rows and sampler hold for the whole run: "
             "set them at the recipe's top level or on the line"
         )
-    return found[0]
+    return replace(found[0], sampler_ranks=max(ranks, default=0))

@@ -140,11 +140,11 @@ class Stage:
         """Ends the run where every reward failed, or samples are of other weights (see Samples.check)."""
         self.samples.check(rollouts, sampler)
 
-    def next_sampler(self, old: SamplingClient | None) -> SamplingClient:
-        """The new weights, in the old sampler's place."""
+    def next_sampler(self, old: SamplingClient | None, fresh: SamplingClient | None = None) -> SamplingClient:
+        """The new weights, in the old sampler's place; `fresh`: where they are there already."""
         if old is not None:
             old.release()
-        return self.models.policy.save_weights_and_get_sampling_client()
+        return fresh or self.models.policy.save_weights_and_get_sampling_client()
 
     # ------------------------------------------------------------------------------------------------- held-out problems
 

@@ -50,6 +50,8 @@ class FlowSettings(EpisodeFlowSettings):
     """Sample on while the learner updates: no trained token is drawn by weights more than so many updates older than those it trains. 0: sampling and learning take turns, as ever."""
     over_age: Literal["finish", "redraw"] = "finish"
     """Of a group that would pass that age before it has ended. finish: the update waits until it has (its rest is drawn by the newest weights). redraw: it is given back and drawn anew by the newest weights, and the batch is filled with others. Both are counted."""
+    sampler_ranks: Annotated[int, Range(0, 4096)] = 0
+    """So many of the launched processes, the last ones, do nothing but sample, while the others learn; with max_steps_off_policy both go on at once. 0: every process does both, in turn."""
     recompute_cache: bool = False
     """Where new weights reach an answer that is being drawn: read it again by them; off: go on with what the older weights read."""
 

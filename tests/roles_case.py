@@ -1,0 +1,77 @@
+"""A script's plain loop, with whatever ranks it was started on; what it drew and what became of the weights goes to found.json.
+
+    python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rl import ServiceClient, types
+from rl.clients import WorkerSettings
+from rl.sampler import Request
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+
+PROMPTS = [[3, 12, 5], [7, 12, 4, 13], [9], [4, 4, 12]]
+PARAMS = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
+
+
+def drawn(client, seed: int) -> list:
+    requests = [Request(prompt=p, num_samples=3, params=PARAMS, seed=seed, problem=i) for i, p in enumerate(PROMPTS)]
+    responses, _ = client.sample_many(requests).result()
+    return [[s.tokens, s.logprobs, s.version] for response in responses for s in response.sequences]
+
+
+def datums(samples: list) -> list[Datum]:
+    """Each sample after its prompt, with an advantage that depends on its tokens."""
+    found = []
+    for i, (tokens, logprobs, _) in enumerate(samples):
+        prompt = PROMPTS[i // 3]
+        pad = [0.0] * (len(prompt) - 1)
+        good = float(sum(tokens) % 3 - 1)
+        inputs = {
+            "target_tokens": TensorData([*prompt[1:], *tokens], "int64"),
+            "logprobs": TensorData([*pad, *logprobs], "float32"),
+            "advantages": TensorData([*pad, *[good] * len(tokens)], "float32"),
+        }
+        found.append(Datum(ModelInput.from_ints([*prompt, *tokens[:-1]]), inputs))
+    return found
+
+
+def main(out: Path, sampler_ranks: int, lora: int) -> None:
+    found: dict = {}
+    with ServiceClient(output_dir=out / "run", seed=3, settings=WorkerSettings(sampler_ranks=sampler_ranks, timeout_seconds=60)) as service:
+        made = service.create_lora_training_client("tiny:addition", rank=lora, seed=2) if lora else service.create_full_training_client(
+            "tiny:addition", seed=1)  # fmt: skip
+        first = sampler = made.save_weights_and_get_sampling_client()
+        for step in range(3):
+            found[f"drawn {step}"] = drawn(sampler, step)
+            made.forward_backward(datums(found[f"drawn {step}"]), "importance_sampling", divisor=12.0)
+            made.optim_step(AdamParams(learning_rate=1e-2))
+            sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
+        found["drawn by the first weights"] = drawn(first, 9)
+        found["drawn by the last weights"] = drawn(sampler, 9)
+        one_by_one = [sampler.sample(ModelInput.from_ints(p), 2, SamplingParams(max_tokens=4, seed=5, stop=[])) for p in PROMPTS]
+        found["one by one"] = [s.tokens for future in one_by_one for s in future.result().sequences]
+        saved = made.save_weights_for_sampler("saved")  # not waited for
+        again = service.create_sampling_client(saved.result().path)
+        found["of the folder"] = drawn(again, 9)
+        if lora:
+            found["of the base"] = drawn(made.get_base_sampling_client(), 9)
+        scores = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
+        found["scores"] = scores
+        outputs = made.forward(datums(found["drawn by the last weights"]), "importance_sampling").result().loss_fn_outputs
+        found["learner"] = [output["logprobs"].tolist() for output in outputs]
+        found["versions"] = [first.version, sampler.version, again.version, made.version]
+        top = SamplingParams(max_tokens=4, top_k=2, seed=1, stop=[])
+        fresh = made.save_weights_and_get_sampling_client()
+        made.optim_step(AdamParams(learning_rate=0.0))
+        fresh.sample(ModelInput.from_ints([3]), 1, top).result()
+    (out / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    assert types
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
