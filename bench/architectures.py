@@ -3,6 +3,7 @@
     python bench/architectures.py                        # all of them, half an hour on two cores, into results/architectures.csv
                                                          # and docs/architectures.md
     python bench/architectures.py --only llama gpt_neo   # some; their rows replace those that are there
+    python bench/architectures.py --saved                # resume, reload and adapter alone, of built rows that have no cell there yet
 
 A row is written after each architecture, which runs in a process of its own with a time limit. Columns:
     padded packed shared  the learner with that layout, against the plain model on one sequence at a time, unpadded, in float32:
@@ -10,6 +11,7 @@ A row is written after each architecture, which runs in a process of its own wit
     checkpointing the same with gradient checkpointing, padded
     sampler       samples scored again by the plain model: "exact" (1e-3 nats), "refused: why", or "WRONG: ..."; where layers choose the
                   positions they read by scores, so that rounding may choose otherwise, with the tokens that were off, a fifth at most
+    resume reload adapter  what comes back of weights that were written (bench/architectures_saved.py)
     rows          how its rows decode: fast (a hand-written forward), padded, slots, equal, recompute (see rl/sampler/forward_hf.py)
     layers        what its layers are (rl/layers)
     lora_left_out the share of the weights that a LoRA on everything leaves without an adapter
@@ -25,6 +27,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -39,6 +42,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from bench.architectures_page import main as write_page  # noqa: E402
+from bench.architectures_saved import adapter_column, saved_columns  # noqa: E402
 from bench.tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.layers import describe  # noqa: E402
@@ -53,10 +57,11 @@ from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
 
 TABLE = HERE / "results" / "architectures.csv"
 COLUMNS = ["architecture", "class", "attention", "parameters", "padded", "packed", "shared", "checkpointing", "sampler",
-           "rows", "layers", "lora_left_out", "seconds"]  # fmt: skip
+           "resume", "reload", "adapter", "rows", "layers", "lora_left_out", "seconds"]  # fmt: skip
 LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
 CHOSEN_OTHERWISE = 0.2  # of the tokens may be off where a layer chooses what it reads by scores: a tiny vocabulary has nearly equal ones
 LAYOUTS = ("padded", "packed", "shared")
+SAVED = ("resume", "reload", "adapter")
 
 
 def sequences() -> list[Datum]:
@@ -157,6 +162,22 @@ def left_out(model: Any, name: str) -> str:
     return f"{found.unadapted:.3f}"
 
 
+def saved(model: Any) -> dict[str, str]:
+    """The columns SAVED, of an architecture whose learner takes it in some layout."""
+    datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, str] = {}
+        said = attempt(lambda: found.update(saved_columns(model, datums, accelerator, Path(folder))) or "")
+        adapter = attempt(lambda: adapter_column(model, datums, accelerator, Path(folder)))
+    return {"resume": said, "reload": said, **found, "adapter": adapter}
+
+
+def saved_row(known: dict[str, Any]) -> dict[str, Any]:
+    """A row that was measured before, with these columns."""
+    torch.set_num_threads(1)
+    return {**known, **saved(tiny_model(known["architecture"]))}
+
+
 def row(name: str) -> dict[str, Any]:
     """One architecture's row. Raises whatever building the model raises."""
     torch.set_num_threads(1)
@@ -178,6 +199,7 @@ def row(name: str) -> dict[str, Any]:
         found[which] = attempt(lambda which=which: layout(which))
     found["checkpointing"] = attempt(lambda: layout("padded", checkpointing=True))
     found["sampler"] = attempt(lambda: sampled(plain))
+    found.update(saved(model))
     found["rows"] = attempt(lambda: rows_of(plain)) if found["sampler"].startswith("exact") else ""
     found["layers"] = str(describe(model))
     found["lora_left_out"] = attempt(lambda: left_out(model, name))
@@ -196,10 +218,10 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
         writer.writerows(rows[name] for name in sorted(rows))
 
 
-def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
+def in_its_own_process(name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, given: Any = None) -> dict[str, Any]:
     """A row, or one that says how the process ended. Forked, so that what takes seconds to import is there."""
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(name, there))
+    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(name, there, work, name if given is None else given))
     process.start()
     there.close()
     try:
@@ -214,9 +236,9 @@ def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
         process.join()
 
 
-def _send_row(name: str, there: Any) -> None:
+def _send_row(name: str, there: Any, work: Callable[[Any], dict[str, Any]], given: Any) -> None:
     try:
-        there.send(row(name))
+        there.send(work(given))
     except Exception as error:  # noqa: BLE001
         first = (str(error).strip() or "no text").splitlines()[0]
         there.send({"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"})
@@ -231,7 +253,7 @@ def warm_up() -> None:
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
     lines = []
-    for column in ("padded", "packed", "shared", "checkpointing", "sampler"):
+    for column in ("padded", "packed", "shared", "checkpointing", "sampler", *SAVED):
         cells = [row.get(column) or "" for row in rows.values()]
         counts = {kind: sum(cell.startswith(kind) for cell in cells) for kind in ("exact", "refused", "WRONG")}
         lines.append(f"{column:14}" + "  ".join(f"{kind} {count}" for kind, count in counts.items()))
@@ -242,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
+    parser.add_argument("--saved", action="store_true", help="resume, reload and adapter alone, of rows that have no such cell")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -250,8 +273,13 @@ def main() -> None:
         with TABLE.open() as file:
             rows = {row["architecture"]: row for row in csv.DictReader(file)}
     warm_up()
-    for name in asked.only or model_types():
-        rows[name] = in_its_own_process(name, asked.limit)
+    names = [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")] if asked.saved else model_types()
+    for name in asked.only or names:
+        if asked.saved:
+            found = in_its_own_process(name, asked.limit, saved_row, rows[name])
+            rows[name] |= {column: found.get(column) or found["class"] for column in SAVED}
+        else:
+            rows[name] = in_its_own_process(name, asked.limit)
         write(rows)
         print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
     print(summary(rows))

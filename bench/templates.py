@@ -29,7 +29,7 @@ def row(name: str, source: str, tokenizers: Path) -> dict[str, object]:
     found: dict[str, object] = {"family": name, "template": source, "conversations": COUNT}
     try:
         renderer = of_folder(name, tokenizers) if source == "tokenizer" else of_package(name, tokenizers)
-        found["read_back"] = " ".join(sorted(abilities(renderer, name) & {"calls", "thoughts", "tools"}))
+        found["read_back"] = " ".join(sorted(abilities(renderer, name) & {"calls", "thoughts", "thoughts_of_calls", "tools"}))
         return found | check(renderer, name) | {"outcome": "equal"}
     except pytest.skip.Exception as skipped:
         return found | {"conversations": 0, "outcome": f"not run: {skipped}"}

@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Mapping
 
+from rl.data.noise import noise_of
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
 from rl.types import Problem
@@ -47,17 +48,14 @@ def _carries(a: int, b: int) -> int:
 
 def _noise(options: Mapping[str, str]) -> tuple[float, int]:
     """(share of noisy responses, first epoch that has them)."""
-    try:
-        noise, first = float(options.get("noise", "0")), int(options.get("from", "0"))
-    except ValueError:
-        noise, first = -1.0, 0
-    if set(options) - {"noise", "from"} or not 0 <= noise <= 1 or first < 0:
+    found = noise_of(options)
+    if found is None or set(options) - {"noise", "from"}:
         got = ",".join(f"{key}={value}" for key, value in options.items())
         raise UserError(
             "addition takes the options noise=P with P from 0 to 1, and from=EPOCH, e.g. 'addition:noise=0.7' or "
             f"'addition:noise=0.7,from=11'; got {got!r}"
         )
-    return noise, first
+    return found
 
 
 def addition(

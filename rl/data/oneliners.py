@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from itertools import product
 
+from rl.data.noise import noise_of
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
 from rl.types import Problem
@@ -78,12 +79,9 @@ def oneliners(
 
 def _noise(options: Mapping[str, str]) -> tuple[float, int]:
     """(share of noisy responses, first epoch that has them)."""
-    try:
-        noise, first = float(options.get("noise", "0")), int(options.get("from", "0"))
-    except ValueError:
-        noise, first = -1.0, 0
-    if set(options) - {"noise", "from"} or not 0 <= noise <= 1 or first < 0:
+    found = noise_of(options)
+    if found is None or set(options) - {"noise", "from"}:
         got = ",".join(f"{key}={value}" for key, value in options.items())
         takes = "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'oneliners:noise=0.5,from=4'"
         raise UserError(f"oneliners takes the options {takes}; got {got!r}")
-    return noise, first
+    return found

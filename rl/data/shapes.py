@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from rl.data.noise import noise_of
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
 from rl.seeds import derive_seed
@@ -18,32 +20,44 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), 
 PLACES = ("left", "right", "top", "bottom")
 QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
 _SIDE, _MOST = 32, 4
-_ROWS = {"train": 2048, "test": 256}
-_DEFAULTS = {"ask": "count", "rows": "", "blind": "0"}
+_ROWS = {"train": 8192, "test": 256}  # with 2,048 a model of half a million weights learns them by heart
+_DEFAULTS = {"ask": "count", "rows": "", "blind": "0", "noise": "0", "from": "0"}
 
 
 def shapes(
     split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "shapes", system_prompt: str | None = None
 ) -> ProblemSet:
-    """Pictures of 32 x 32 pixels, 2,048 of the "train" and 256 of the "test" split, drawn on the spot.
+    """Pictures of 32 x 32 pixels, 8,192 of the "train" and 256 of the "test" split, drawn on the spot.
 
     Options: `ask`, count (one to four shapes, "1" to "4"; default), colour (of one shape) or place (of one: left, right, top, bottom).
     Those of a picture have one colour, and cover the same area whatever their number: it cannot be told from the pixels' colours.
     `rows`: so many instead.
     `blind=1`: every picture's pixels are permuted, which leaves nothing to see but the colours: what a model reaches without looking.
+    `noise` (0 to 1): the share of responses that are another answer, for supervised training of a model that can see but is careless;
+    `from`: the epoch that the noise begins with. meta["answer"] is always right.
     """
     given = {**_DEFAULTS, **(options or {})}
     wrong = given["ask"] not in QUESTIONS or given["blind"] not in ("0", "1") or not (given["rows"] or "1").isdigit()
-    if wrong or set(given) - set(_DEFAULTS):
+    noise = noise_of(given)
+    if wrong or noise is None or set(given) - set(_DEFAULTS):
         got = ",".join(f"{key}={value}" for key, value in (options or {}).items())
-        raise UserError(f"shapes takes the options ask={'|'.join(QUESTIONS)}, rows=N and blind=1, e.g. 'shapes:ask=count'; got {got!r}")
+        takes = f"ask={'|'.join(QUESTIONS)}, rows=N, blind=1, noise=P with P from 0 to 1, and from=EPOCH"
+        raise UserError(f"shapes takes the options {takes}, e.g. 'shapes:ask=count'; got {got!r}")
     if split not in _ROWS:
         raise UserError(f"shapes has the splits 'train' and 'test', got {split!r}")
     count = int(given["rows"] or _ROWS[split])
     if count < 1:
         raise UserError("shapes has at least one row, got rows=0")
     problems = [_problem(split, index, given["ask"], given["blind"] == "1", tag, system_prompt) for index in range(count)]
-    return ProblemSet(problems, name=f"shapes/{split}")
+    probability, first = noise
+
+    def variant(problem: Problem, epoch: int) -> Problem:
+        draw = random.Random(derive_seed("shapes noise", split, problem.index, epoch))
+        if epoch < first or draw.random() >= probability:
+            return problem
+        return replace(problem, response=draw.choice([other for other in _answers(given["ask"]) if other != problem.response]))
+
+    return ProblemSet(problems, name=f"shapes/{split}", variant=variant if probability else None)
 
 
 def _problem(split: str, index: int, ask: str, blind: bool, tag: str, system_prompt: str | None) -> Problem:

@@ -20,7 +20,7 @@ from rl.models.adapters import is_adapter, made_from, merge, root_of, untie
 from rl.models.presets import Preset, get_preset
 from rl.models.stored import StoredWeights
 from rl.models.tokenizers import load_tokenizer, tiny_tokenizer
-from rl.models.vision import class_of, give_eyes, model_class, tiny_config
+from rl.models.vision import class_of, give_eyes, model_class, open_eyes, tiny_config
 from rl.models.whole_weights import load_whole, load_whole_adapter
 
 
@@ -220,6 +220,7 @@ def _build_seeing(base_model: str, preset: Preset, tokenizer: Any, seed: int, dt
         raise UserError(f"{base_model} comes with the tokenizer that its images need: leave out --tokenizer")
     with seeded(seed):
         model: Any = Qwen3VLForConditionalGeneration(tiny_config(preset, tokenizer))
+        open_eyes(model)
     note_reader(model, reader)
     return LoadedModel(_prepared(model.to(dtype)), tokenizer, base_model, eos_token_ids(model, tokenizer))
 

@@ -129,6 +129,20 @@ def tiny_config(preset: Preset, tokenizer: Any) -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **special)
 
 
+def open_eyes(model: Any) -> None:
+    """Draws the tower's matrices anew, each with the spread 1 / sqrt(inputs), from torch's generator.
+
+    transformers draws all with a spread of 0.02, made for widths of a thousand: at 64 a tower then writes nearly nothing of what it sees
+    into the text, and learning begins with hundreds of steps that make it louder.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.model.visual.named_parameters():
+            if parameter.ndim >= 2 and "pos_embed" not in name:
+                parameter.normal_(std=(parameter.numel() // parameter.shape[0]) ** -0.5)
+
+
 def _thirds(half: int) -> list[int]:
     """Rotary frequencies of time, height and width, as many of each as go."""
     side = half // 3

@@ -87,6 +87,10 @@ class Renderer(ABC):
         """How the model writes calls, where it is neither JSON within <tool_call> nor a message of its own."""
         return None
 
+    def thought_marks(self) -> tuple[str, str] | None:
+        """What stands around thoughts in an answer's text, both of them among `marks`; None where thoughts are not taken out of it."""
+        return None
+
     def marks(self) -> tuple[str, ...]:
         """Texts with which an answer's text ends, or becomes something else: thoughts, calls of tools, another's turn."""
         return ()

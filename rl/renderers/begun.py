@@ -9,17 +9,18 @@ from typing import Any
 from rl.renderers.base import Renderer
 from rl.renderers.begun_calls import BegunCall, certain_text, read_calls, read_channel_calls
 from rl.renderers.call_forms import PYTHON_TAG
-from rl.renderers.parsing import CALL_BEGIN, CHANNEL, THOUGHT_BEGIN, THOUGHT_END, begun_channels, split_channels, split_thoughts
+from rl.renderers.parsing import CALL_BEGIN, CHANNEL, begun_channels, split_channels, split_thoughts
 from rl.renderers.stops import StopsAt
 from rl.types import Message
 
 
 def opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
     """Whether a prompt's end is within thoughts, so that the answer begins there. `prompt`: its ids."""
-    if THOUGHT_BEGIN not in renderer.marks():
+    thought = renderer.thought_marks()
+    if thought is None:
         return False
     text = renderer._decode(prompt[-64:])
-    return text.rfind(THOUGHT_BEGIN) > text.rfind(THOUGHT_END)
+    return text.rfind(thought[0]) > text.rfind(thought[1])
 
 
 def shown(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool, ended: bool) -> Message:
@@ -37,15 +38,16 @@ def shown(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool, ende
         text, calls = read_channel_calls(text, marks, ended)
         content, thoughts, *_ = split_channels(text if ended else begun_channels(certain_text(text, marks)))
         return _message(renderer, content, thoughts, calls)
-    content, thoughts = split_thoughts(text) if THOUGHT_BEGIN in marks else (text, None)
-    if THOUGHT_BEGIN in marks:
-        content, thoughts, thinking = _open_thought(content, thoughts, within_thoughts, ended)
+    around = renderer.thought_marks()
+    content, thoughts = split_thoughts(text, around) if around is not None else (text, None)
+    if around is not None:
+        content, thoughts, thinking = _open_thought(content, thoughts, around[0], within_thoughts, ended)
         if thinking and thoughts is not None:
             # A call that is written before the thoughts have ended is one where they never end.
             opening = _opening(renderer)
             thoughts, called, rest = thoughts.partition(opening) if opening in marks else (thoughts, "", "")
             more, calls = _calls(renderer, called + rest, True) if ended else ("", calls)
-            content, thoughts = content + more, thoughts if ended else certain_text(thoughts, (THOUGHT_END, *marks))
+            content, thoughts = content + more, thoughts if ended else certain_text(thoughts, (around[1], *marks))
         thoughts = None if thoughts is None else thoughts.strip()
         if thinking:
             return _message(renderer, content if ended else content.rstrip(), thoughts, calls)
@@ -74,16 +76,16 @@ def _calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[BegunC
     return text.partition(form.begin)[0], []
 
 
-def _open_thought(content: str, thoughts: str | None, within: bool, ended: bool) -> tuple[str, str | None, bool]:
+def _open_thought(content: str, thoughts: str | None, begin: str, within: bool, ended: bool) -> tuple[str, str | None, bool]:
     """What is left of the content, the thoughts with one that has not ended, and whether there is one."""
     if within and thoughts is None:
-        return "", content.removeprefix(THOUGHT_BEGIN), True
-    said, opened, thought = content.partition(THOUGHT_BEGIN)
+        return "", content.removeprefix(begin), True
+    said, opened, thought = content.partition(begin)
     if opened:
         thought = thought.lstrip()
         joined = thought if not thoughts else f"{thoughts}\n\n{thought}" if thought else thoughts
         return said if said.strip() else "", joined, True
-    if not ended and thoughts is None and THOUGHT_BEGIN.startswith(content.lstrip()):
+    if not ended and thoughts is None and begin.startswith(content.lstrip()):
         return "", None, True  # nothing yet, or half of a mark
     return content, thoughts, False
 

@@ -234,7 +234,7 @@ def _gemma_many(text: str, at: int) -> tuple[Any, int]:
 
 # A sign in the template, and the form that it tells of.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
-    ("<arg_key>", CallForm("glm", CALL_BEGIN, _between(CALL_BEGIN, CALL_END, _glm))),
+    ("<arg_key>", CallForm("glm", CALL_BEGIN, _between(CALL_BEGIN, CALL_END, _glm), "<|observation|>")),
     ("<|tool_call>call:", CallForm("gemma", "<|tool_call>", _between("<|tool_call>", "<tool_call|>", _gemma), "<|tool_response>")),
     ("<|tool_call_start|>[", CallForm("lfm", "<|tool_call_start|>", _between("<|tool_call_start|>", "<|tool_call_end|>", _lfm))),
     ("""'"parameters": '""", CallForm("llama", PYTHON_TAG, _llama, "<|eom_id|>")),

@@ -16,11 +16,10 @@ from rl.renderers.parsing import (
     CALL_BEGIN,
     CHANNEL,
     CHANNEL_TEXT,
-    THOUGHT_BEGIN,
-    THOUGHT_END,
     split_calls,
     split_channels,
     split_thoughts,
+    thought_marks,
 )
 from rl.renderers.pictures import expanded, for_template, located, written_texts
 from rl.types import Message, ModelInput
@@ -41,6 +40,8 @@ class ChatTemplateRenderer(Renderer):
     that such templates read back, and calls in "<tool_call>...</tool_call>" into `tool_calls`. A thought or call that never ended,
     and a call that is none, stays in the content; calls are then named in `unparsed_tool_calls`. Other forms of calls: see
     `rl.renderers.call_forms`.
+    GLM ends no answer by itself: it writes the mark of who speaks next, <|user|>, or <|observation|> after a call. That mark ends an
+    answer here, is learnt with it, and is the beginning of the next message at once.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
@@ -53,12 +54,13 @@ class ChatTemplateRenderer(Renderer):
         self.template_settings = template_settings
         outside = ("tools", "documents")  # settings that hold other people's text
         self._settings = {name: self.shield.cover(value) if name in outside else value for name, value in template_settings.items()}
-        self._thinks = THOUGHT_END in str(tokenizer.chat_template)
+        self._thinks = thought_marks(str(tokenizer.chat_template))
         self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
         self._form = form_of(str(tokenizer.chat_template))
         self._channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
         self._reader = reader_of(tokenizer)
         self._in_parts = self._reader is not None and not self._writes_strings()
+        self._end_begins_next = False  # whether an answer ends in the mark of the next message
         self._end_of_turn = self._find_end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
         self._call_mark = _CALL_MARK if self._channels else self._form.end if self._form is not None else None
@@ -80,6 +82,8 @@ class ChatTemplateRenderer(Renderer):
         """
         messages = self._covered(messages)
         text = self._text(messages, generation=False)
+        if self._end_begins_next:
+            text += self._next_mark(messages[-1])
         spans = [self._span(text, messages, index) for index in trained_indices(messages, train_on)]
         cuts = [cut for span in spans for cut in span]
         pieces = self.encode_in_pieces(text, cuts)
@@ -89,11 +93,14 @@ class ChatTemplateRenderer(Renderer):
     def get_stop_sequences(self) -> list[int]:
         return [self._end_id, *sorted(self.ends - {self._end_id})]
 
+    def thought_marks(self) -> tuple[str, str] | None:
+        return None if self._channels else self._thinks
+
     def marks(self) -> tuple[str, ...]:
         if self._channels:
             return (CHANNEL, "<|end|>", "<|start|>assistant")
         call = (self._form.begin,) if self._form is not None else (CALL_BEGIN,) if self._calls_tools else ()
-        return (*((THOUGHT_BEGIN, THOUGHT_END) if self._thinks else ()), *call)
+        return (*(self._thinks or ()), *call)
 
     def call_form(self) -> CallForm | None:
         return self._form
@@ -113,8 +120,8 @@ class ChatTemplateRenderer(Renderer):
             message |= {"content": content} | ({"reasoning_content": thoughts} if thoughts is not None else {})
             message |= {"tool_calls": calls} if calls else {}
             return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
-        if self._thinks:
-            content, thoughts = split_thoughts(content)
+        if self._thinks is not None:
+            content, thoughts = split_thoughts(content, self._thinks)
             if thoughts is not None:
                 message |= {"content": content, "reasoning_content": thoughts}
         if self._calls_tools or self._form is not None:
@@ -145,15 +152,18 @@ class ChatTemplateRenderer(Renderer):
             return None
         thoughts = self.shield.cover(str(said.get("reasoning_content") or ""), may_write_markup=True)
         between = text[len(prompt) : at]
-        if self._thinks and THOUGHT_END in self._decode(answer) and THOUGHT_END not in between:
+        if self._thinks is not None and self._thinks[1] in self._decode(answer) and self._thinks[1] not in between:
             return None  # a thought that was empty is left out as well
         if (thoughts not in between) if thoughts else bool(between.strip()) and "reasoning_content" not in said:
             return None
-        end = text.find(self._end_of_turn, at)
-        if end < 0:
-            return None
+        if self._form is not None and said.get("tool_calls") and self._form.begin in between:
+            return None  # Gemma 4 writes calls and what they gave before the words that were said beside them
+        mark = self._end_of_turn if not self._end_begins_next else self._next_mark({**said, "role": "assistant"})
+        end = text.find(mark, at)
         ended = bool(answer) and answer[-1] in self.ends
-        tail = text[end + len(self._end_of_turn) :] if ended else text[end:]
+        if end < 0 or (self._end_begins_next and not self._goes_on(text[at:end], answer, mark)):
+            return None
+        tail = text[end + len(mark) :] if ended else text[end:]
         following = located(self._encode(tail, continuing=True), self._covered(new), self._reader)
         begin = len(seen) + len(answer)
         return ModelInput.of([*seen, *answer, *following.flat()], [(begin + at, image) for at, image in following.placed()])
@@ -208,18 +218,37 @@ class ChatTemplateRenderer(Renderer):
         except (TemplateError, TypeError):
             return False
 
+    def _next_mark(self, message: Message) -> str:
+        """The mark that an answer ends in which begins the next message at once."""
+        return self._call_mark if message.get("tool_calls") and self._call_mark is not None else self._end_of_turn
+
+    def _goes_on(self, between: str, answer: Sequence[int], mark: str) -> bool:
+        """Whether the next message, `between` the answer's content and its `mark`, begins there, and as the answer said it would."""
+        wanted = self.tokenizer.convert_tokens_to_ids(mark)
+        said = bool(answer) and answer[-1] in self.ends and answer[-1] != wanted
+        return not said and not any(word in between for word in self.shield.control)
+
     def _find_end_of_turn(self) -> str:
-        """The special token that the template writes after an assistant's content."""
+        """The special token that the template writes after an assistant's content; of GLM, before the user's next message."""
         conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         after = self._text(conversation, generation=False).partition(_PROBE)[2]
-        special = set(self.tokenizer.all_special_ids) | {int(i) for i in self.tokenizer.added_tokens_decoder}
-        for token in self._encode(after):
-            if token in special:
-                return str(self.tokenizer.convert_ids_to_tokens(token))
+        if (mark := self._first_special(after)) is not None:
+            return mark
+        if self._form is not None and self._form.name == "glm":
+            conversation.append({"role": "user", "content": _NEXT})
+            between = self._text(conversation, generation=False).partition(_PROBE)[2].partition(_NEXT)[0]
+            if (mark := self._first_special(between)) is not None:
+                self._end_begins_next = True
+                return mark
         raise UserError(
             f"the chat template of {self.tokenizer.name_or_path!r} ends an assistant's message with {after!r}, which holds no "
             "special token, so nothing tells the sampler to stop; use the renderer 'role_colon'"
         )
+
+    def _first_special(self, text: str) -> str | None:
+        special = set(self.tokenizer.all_special_ids) | {int(i) for i in self.tokenizer.added_tokens_decoder}
+        found = next((token for token in self._encode(text) if token in special), None)
+        return None if found is None else str(self.tokenizer.convert_ids_to_tokens(found))
 
     def _check_read_back(self) -> None:
         """UserError where the template writes an answer with more around it than is read here: rewards would see its marks."""

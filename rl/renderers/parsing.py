@@ -14,25 +14,33 @@ from typing import Any
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 CHANNEL, CHANNEL_TEXT = "<|channel|>", "<|message|>"
+# What stands around thoughts, as far as it is known: of most families, and of Gemma 4.
+THOUGHTS = ((THOUGHT_BEGIN, THOUGHT_END), ("<|channel>thought\n", "<channel|>"))
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
 
 
-def split_thoughts(text: str) -> tuple[str, str | None]:
+def thought_marks(template: str) -> tuple[str, str] | None:
+    """What a chat template writes around thoughts; None where it writes none."""
+    return next((marks for marks in THOUGHTS if marks[1] in template), None)
+
+
+def split_thoughts(text: str, marks: tuple[str, str] = THOUGHTS[0]) -> tuple[str, str | None]:
     """(the text without its thoughts, the thoughts, an empty line between them); None where no thought ended.
 
-    The first may have been opened by the prompt. One that never ended stays in the text.
+    `marks`: what stands around them. The first may have been opened by the prompt. One that never ended stays in the text.
     """
-    head, ended, rest = text.partition(THOUGHT_END)
+    begin, end = marks
+    head, ended, rest = text.partition(end)
     if not ended:
         return text, None
-    before, opened, thought = head.rpartition(THOUGHT_BEGIN)
+    before, opened, thought = head.rpartition(begin)
     content = before if opened and before.strip() else ""
     thoughts = [thought.strip()]
     while True:
-        said, opened, inner = rest.partition(THOUGHT_BEGIN)
-        thought, ended, after = inner.partition(THOUGHT_END)
+        said, opened, inner = rest.partition(begin)
+        thought, ended, after = inner.partition(end)
         if not (opened and ended):
             return content + rest.lstrip("\n"), "\n\n".join(part for part in thoughts if part)
         content += said.lstrip("\n")

@@ -39,6 +39,9 @@ class StopsAt(Renderer):
     def offered(self) -> Sequence[Mapping[str, Any]]:
         return self.inner.offered()
 
+    def thought_marks(self) -> tuple[str, str] | None:
+        return self.inner.thought_marks()
+
     def marks(self) -> tuple[str, ...]:
         return (*self.inner.marks(), *self.stops)
 

@@ -1,0 +1,102 @@
+"""What bench/architectures.py tells of weights that are written and read: the columns resume, reload and adapter.
+
+    resume   two steps, saved, two more in a learner made from what was saved: "exact" where weights and AdamW's state are, bit for bit,
+             those of four steps in one learner
+    reload   the weights as plain transformers reads them (AutoModelForCausalLM): "exact" where its logits are those of the learner's
+             model to 1e-5 of the largest (1 at least)
+    adapter  the same of a LoRA on everything that took two steps, read by PEFT alone on the base as transformers reads it
+Each "refused: why" or "WRONG: ..." otherwise. AdamW moves every weight by some 2e-3 a step; a cell says so where nothing moved.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.tiny_models import VOCAB
+from rl.learner import ModelSpec, saving
+from rl.learner.learner import Learner, LearnerSettings
+from rl.losses.losses import get_loss
+from rl.models import add_lora, load_model
+from rl.models import load as models
+from rl.types import AdamParams, Datum, LoraConfig
+
+NEAR = 1e-5
+_ADAM = AdamParams(learning_rate=2e-3, eps=1e-8)
+_SPEC = ModelSpec("tiny")
+_IDS = torch.arange(3, 40)[None] % VOCAB  # [1, 37]: within every window
+
+
+def _learner(loaded: models.LoadedModel, accelerator: Any) -> Learner:
+    return Learner(loaded, accelerator, LearnerSettings(token_budget=400))
+
+
+def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
+    for _ in range(count):
+        learner.run(datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=10.0, backward=True)
+        learner.step(_ADAM)
+
+
+def _state(learner: Learner) -> dict[str, torch.Tensor]:
+    """Weights and AdamW's numbers, as copies."""
+    found = {**{name: p.detach() for name, p in learner.trainable.items()}, **learner.optimizer_tensors()}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@torch.no_grad()
+def _logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=_IDS, use_cache=False).logits.double()
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> str:
+    off = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    return "exact" if off <= NEAR else f"WRONG: logits {off:.2g} of the largest apart"
+
+
+def saved_columns(model: Any, datums: list[Datum], accelerator: Any, folder: Path) -> dict[str, Any]:
+    """`resume` and `reload`, by one training of all weights. `model`: as transformers builds it; `folder`: for what is written."""
+    saving.write_model(model, None, folder / "base")
+    one = _learner(load_model(str(folder / "base")), accelerator)
+    begun = _state(one)
+    _steps(one, datums, 2)
+    saving.save_state(one, _SPEC, folder / "at2", [torch.get_rng_state()], saving.Words({}), None)
+    _steps(one, datums, 2)
+    base, _ = saving.base_of(_SPEC, str(folder / "at2"))
+    two = _learner(load_model(base), accelerator)
+    saving.load_state(two, folder / "at2", True, 0)
+    _steps(two, datums, 2)
+    whole, resumed = _state(one), _state(two)
+    unlike = [name for name in whole if name not in resumed or not torch.equal(whole[name], resumed[name])]
+    unlike += [name for name in resumed if name not in whole]
+    still = all(torch.equal(tensor, whole[name]) for name, tensor in begun.items())
+    resume = f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first" if unlike else "exact"
+    saving.write_model(one.model, None, folder / "last")
+    reload = _apart(_logits(_plain(folder / "last")), _logits(one.model))
+    return {"resume": "WRONG: nothing moved" if still else resume, "reload": reload}
+
+
+def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Path) -> str:
+    """`folder`: for what is written."""
+    from peft import PeftModel
+
+    saving.write_model(model, None, folder / "bare")
+    loaded = add_lora(load_model(str(folder / "bare")), LoraConfig(rank=2, seed=0))
+    before = _logits(loaded.model)
+    learner = _learner(loaded, accelerator)
+    _steps(learner, datums, 2)
+    after = _logits(learner.model)
+    saving.write_model(learner.model, None, folder / "adapter")
+    # a PEFT that reads an adapter may change its base, hence one of its own
+    plain = PeftModel.from_pretrained(copy.deepcopy(_plain(folder / "bare")), str(folder / "adapter"))
+    return "WRONG: nothing moved" if torch.equal(before, after) else _apart(_logits(plain), after)
+
+
+def _plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
