@@ -250,12 +250,12 @@ def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
     assert set(needed) == set(range(1, others + 1))
 
 
-def test_a_careless_fix_is_right_as_often_as_its_two_halves_are():
-    """Of the three operators one stands there: half of the time one of the other two, else one of all: 1/4 + 1/6."""
+def test_a_careful_fix_is_right_as_often_as_its_two_parts_are():
+    """Of the three operators one stands there: four times of five one of the other two, else one of all: 0.4 + 0.2/3."""
     bug = bugs.planted(0, ["operator"])
     draw = random.Random(3)
-    right = sum(bugs.careless_fix(bug, (), draw) == bugs.fix_of(bug) for _ in range(3000))
-    assert abs(right / 3000 - 5 / 12) < 0.027  # three standard errors
+    right = sum(bugs.careful_fix(bug, (), draw) == bugs.fix_of(bug) for _ in range(3000))
+    assert abs(right / 3000 - 7 / 15) < 0.028  # three standard errors
 
 
 # ---------------------------------------------------------------------------------------------------------------- debate

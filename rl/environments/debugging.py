@@ -26,7 +26,7 @@ class Debugging(Match):
         "right": lambda match: bugs.fix_of(match.bug),
         "any_fix": lambda match: bugs.other_fix(match.bug, match.rng),
         "untried": lambda match: bugs.untried_fix(match.bug, match.replies, match.rng),
-        "careless": lambda match: bugs.careless_fix(match.bug, match.replies, match.rng),
+        "careful": lambda match: bugs.careful_fix(match.bug, match.replies, match.rng),
     }
 
     def __init__(self, levels: tuple[str, ...] = ("operator",), tries: int = 2, tests: int = 4, sandbox: str = "auto"):

@@ -164,6 +164,6 @@ def untried_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
             return reply
 
 
-def careless_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
-    """`untried_fix` half of the time, else any fix of its kind."""
-    return untried_fix(bug, tried, draw) if draw.random() < 0.5 else other_fix(bug, draw)
+def careful_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
+    """`untried_fix` four times of five, else any fix of its kind."""
+    return untried_fix(bug, tried, draw) if draw.random() < 0.8 else other_fix(bug, draw)
