@@ -20,8 +20,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-MODEL = "tiny:ascii-small"
-
 
 @dataclass(frozen=True)
 class Game:
@@ -40,6 +38,9 @@ class Game:
     members: int = 16
     held_out: int = 128
     rows: int = 1000
+    model: str = "tiny:ascii-small"
+    warm_up_batch: int = 64
+    rate: float = 1e-3  # of GRPO
 
     def passed(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
@@ -61,11 +62,11 @@ def recipe(name: str, game: Game, data: Path) -> str:
     environment = json.dumps({"name": name, **game.settings})
     return f"""
 stages:
-  - {{method: sft, base_model: "{MODEL}", dataset: "{data}", learning_rate: 3e-3, schedule: cosine, warmup_steps: 20, beta2: 0.99,
-     steps: {game.warm_up}, batch_size: 64, eval_every: 0, save_every: 0}}
-  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, learning_rate: 1e-3, schedule: linear, warmup_steps: 5,
-     steps: {game.steps}, batch_size: {game.groups}, group_size: {game.members}, advantage: mean_std,
-     eval_every: {game.steps}, eval_limit: {game.held_out}, save_every: 0, rollouts_every: 0, episodes: continuous}}
+  - {{method: sft, base_model: "{game.model}", dataset: "{data}", learning_rate: 3e-3, schedule: cosine, warmup_steps: 20, beta2: 0.99,
+     steps: {game.warm_up}, batch_size: {game.warm_up_batch}, eval_every: 0, save_every: 0}}
+  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, advantage: mean_std, episodes: continuous,
+     learning_rate: {game.rate}, schedule: linear, warmup_steps: 5, steps: {game.steps}, batch_size: {game.groups},
+     group_size: {game.members}, eval_every: {game.steps}, eval_limit: {game.held_out}, save_every: 0, rollouts_every: 0}}
 max_tokens: {game.max_tokens}
 temperature: 1.0
 """
@@ -82,7 +83,7 @@ def untrained(name: str, game: Game, seed: int) -> float:
     settings = {key: value == "True" if value in ("True", "False") else value for key, value in game.settings.items()}
     spec = resolve_environment(name, **settings)
     with ServiceClient(seed=seed) as service:
-        client = service.create_full_training_client(MODEL, seed=seed)
+        client = service.create_full_training_client(game.model, seed=seed)
         renderer = get_renderer("plain", client.get_tokenizer())
         builders = [EnvironmentGroup(spec, Problem((), {"seed": 10**6 + i}, index=i), 1, renderer) for i in range(64)]
         sampler = client.save_weights_and_get_sampling_client()

@@ -95,6 +95,30 @@ def test_perfect_play_never_loses_whatever_the_other_does(mark):
     assert ends == {mark, None}
 
 
+def test_steady_play_is_perfect_wins_at_once_and_is_always_the_same():
+    boards, seen, wins = [tic_tac_toe.EMPTY], set(), 0
+    while boards:
+        board = boards.pop()
+        if board in seen or tic_tac_toe.is_over(board):
+            continue
+        seen.add(board)
+        mark = tic_tac_toe.to_move(board)
+        after = {cell: tic_tac_toe.put(board, cell, mark) for cell in tic_tac_toe.free_cells(board)}
+        cells = {tic_tac_toe.steady_player(board, random.Random(seed)) for seed in range(3)}
+        assert len(cells) == 1 and cells <= set(tic_tac_toe.best_cells(board))
+        if any(tic_tac_toe.winner(then) == mark for then in after.values()):
+            wins += 1
+            assert tic_tac_toe.winner(after[cells.pop()]) == mark
+        boards.extend(after.values())
+    assert len(seen) == 4520 and wins > 1000  # of 5,478 positions 958 are ends
+
+
+def test_careful_play_is_steady_four_times_of_five():
+    board, draw = tic_tac_toe.EMPTY, random.Random(4)
+    steady = sum(tic_tac_toe.careful_player(board, draw) == 5 for _ in range(3000))
+    assert abs(steady / 3000 - (0.8 + 0.2 / 9)) < 0.022  # three standard errors
+
+
 def test_two_perfect_players_draw_and_random_ones_do_not():
     def result(first, second, draw):
         board = tic_tac_toe.EMPTY
@@ -210,6 +234,28 @@ def test_other_fixes_have_the_form_of_a_fix():
         replies = {bugs.other_fix(bug, draw) for _ in range(60)}
         assert bugs.fix_of(bug) in replies and len(replies) >= 3
         assert all(bugs.patched(bug, reply) is not None for reply in replies)
+
+
+@pytest.mark.parametrize("level", bugs.LEVELS)
+def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
+    """Whoever tries each fix of a kind once has the right one after as many tries as there are others."""
+    others = {"operator": 2, "bounds": 3, "start": 3, "compare": 4}[level]
+    needed = []
+    for seed in range(40):
+        bug, draw, tried = bugs.planted(seed, [level]), random.Random(seed), []
+        while bugs.fix_of(bug) not in tried:
+            tried.append(bugs.untried_fix(bug, tried, draw))
+        assert len(set(tried)) == len(tried) and bugs.patched(bug, tried[0]) != bug.source
+        needed.append(len(tried))
+    assert set(needed) == set(range(1, others + 1))
+
+
+def test_a_careful_fix_is_right_as_often_as_its_two_parts_are():
+    """Of the three operators one stands there: four times of five one of the other two, else one of all: 0.4 + 0.2/3."""
+    bug = bugs.planted(0, ["operator"])
+    draw = random.Random(3)
+    right = sum(bugs.careful_fix(bug, (), draw) == bugs.fix_of(bug) for _ in range(3000))
+    assert abs(right / 3000 - 7 / 15) < 0.028  # three standard errors
 
 
 # ---------------------------------------------------------------------------------------------------------------- debate

@@ -210,6 +210,17 @@ def test_grades_are_kept_by_program_tests_and_limits(sandbox):
     assert not sandbox.grade("def f(): return 1", tests, cache=False).cached
 
 
+def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypatch):
+    """Unless its grade is one that is not kept: then each has it graded."""
+    ran, grade_of = [], type(sandbox)._grade
+    monkeypatch.setattr(type(sandbox), "_grade", lambda self, program, *rest: (ran.append(program), grade_of(self, program, *rest))[1])
+    tests = Asserts("", ["assert f() == 7"])
+    grades = sandbox.grade_many([("def f(): return 7  # asked by six", tests)] * 6)
+    assert len(ran) == 1 and all(grade.all for grade in grades) and sum(grade.cached for grade in grades) == 5
+    late = sandbox.grade_many([("while True: pass  # asked by two", tests)] * 2, limits=Limits(wall_s=0.3, cpu_s=5))
+    assert len(ran) == 3 and [grade.cached for grade in late] == [False, False]
+
+
 def test_many_threads(sandbox):
     grades = sandbox.grade_many([(f"def f(): return {i}", Asserts("", [f"assert f() == {i - i % 2}"])) for i in range(40)])
     assert [grade.all for grade in grades] == [i % 2 == 0 for i in range(40)]

@@ -25,6 +25,8 @@ class Debugging(Match):
     PLAYERS: dict[str, Rule] = {
         "right": lambda match: bugs.fix_of(match.bug),
         "any_fix": lambda match: bugs.other_fix(match.bug, match.rng),
+        "untried": lambda match: bugs.untried_fix(match.bug, match.replies, match.rng),
+        "careful": lambda match: bugs.careful_fix(match.bug, match.replies, match.rng),
     }
 
     def __init__(self, levels: tuple[str, ...] = ("operator",), tries: int = 2, tests: int = 4, sandbox: str = "auto"):
@@ -34,6 +36,11 @@ class Debugging(Match):
         if tries < 1 or tests < 1:
             raise UserError(f"--environment.tries and --environment.tests are at least 1, got {tries} and {tests}")
         self.tries, self.tests, self.tried, self.malformed = tries, tests, 0, 0
+
+    @property
+    def replies(self) -> list[str]:
+        """So far."""
+        return [text for _, text in self.record]
 
     def open(self) -> None:
         self.bug = bugs.planted(self.seed, self.levels, self.tests)

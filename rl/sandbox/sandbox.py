@@ -51,6 +51,7 @@ class Sandbox:
         self._sessions = 0
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Grade] = OrderedDict()
+        self._under_way: dict[str, threading.Event] = {}  # being graded for the first time; set once it was, whatever came of it
 
     # --------------------------------------------------------------------------------------------------------- verbs
 
@@ -80,22 +81,37 @@ class Sandbox:
 
     def grade(self, program: str, tests: Tests, *, limits: Limits | None = None, early_stop: bool = False, cache: bool = True) -> Grade:
         """Verdicts of `tests` on a program. `early_stop`: after the first failure the rest is skipped, for rewards of all or nothing.
-        `cache`: the same program and tests under the same limits are graded once."""
+        `cache`: the same program and tests under the same limits are graded once: who asks for it meanwhile waits."""
         limits = limits or self.limits
-        key = _key(program, tests, limits, early_stop) if cache else None
-        if key is not None:
-            with self._lock:
-                if key in self._cache:
-                    self._cache.move_to_end(key)
-                    return dataclasses.replace(self._cache[key], cached=True)
-        grade = self._grade(program, tests, limits, early_stop)
-        lost_or_late = any(reason.startswith(("lost", "timeout")) for reason in grade.reasons)
-        if key is not None and not lost_or_late:  # which may go otherwise on another day
-            with self._lock:
-                self._cache[key] = grade
-                while len(self._cache) > _CACHED:
-                    self._cache.popitem(last=False)
+        if not cache:
+            return self._grade(program, tests, limits, early_stop)
+        key = _key(program, tests, limits, early_stop)
+        with self._lock:
+            graded = self._under_way.get(key)
+            mine = graded is None and key not in self._cache
+            if mine:
+                graded = self._under_way[key] = threading.Event()
+        if graded is not None and not mine:  # many answers of a group are often the same program
+            graded.wait()
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return dataclasses.replace(self._cache[key], cached=True)
+        try:
+            grade = self._grade(program, tests, limits, early_stop)
+            if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):  # which may go otherwise on another day
+                self._keep(key, grade)
+        finally:
+            if mine:
+                with self._lock:
+                    self._under_way.pop(key).set()
         return grade
+
+    def _keep(self, key: str, grade: Grade) -> None:
+        with self._lock:
+            self._cache[key] = grade
+            while len(self._cache) > _CACHED:
+                self._cache.popitem(last=False)
 
     def grade_many(
         self, pairs: Sequence[tuple[str, Tests]], *, limits: Limits | None = None, early_stop: bool = False, cache: bool = True

@@ -153,3 +153,17 @@ def other_fix(bug: Bug, draw: random.Random) -> str:
     """A reply of the right form that changes the wrong line to anything of its kind, right or not."""
     template = _TEMPLATES[bug.level](draw)
     return f"{bug.line}: {template[0][bug.line - 1].format(template[2]).strip()}"
+
+
+def untried_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
+    """As `other_fix`, but not the line as it stands, nor one of the replies `tried`: it asks for no more than remembering what failed."""
+    failed = {bug.source, *(patched(bug, reply) for reply in tried)}
+    while True:
+        reply = other_fix(bug, draw)
+        if patched(bug, reply) not in failed or fix_of(bug) in tried:
+            return reply
+
+
+def careful_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
+    """`untried_fix` four times of five, else any fix of its kind."""
+    return untried_fix(bug, tried, draw) if draw.random() < 0.8 else other_fix(bug, draw)

@@ -12,6 +12,7 @@ from functools import cache
 EMPTY = "123456789"
 MARKS = ("X", "O")  # who moves first, who second
 _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+_ORDER = (5, 1, 3, 7, 9, 2, 4, 6, 8)  # the centre, corners, edges
 
 
 def free_cells(board: str) -> list[int]:
@@ -79,9 +80,27 @@ def perfect_player(board: str, draw: random.Random) -> int:
     return draw.choice(best_cells(board))
 
 
+def steady_player(board: str, draw: random.Random) -> int:
+    """Perfect, and always the same move in a position: one that wins at once, else of the best the first in `_ORDER`."""
+    mark = to_move(board)
+    best = sorted(best_cells(board), key=_ORDER.index)
+    return next((cell for cell in best if winner(put(board, cell, mark)) == mark), best[0])
+
+
+def careful_player(board: str, draw: random.Random) -> int:
+    """Steady four times of five, else random."""
+    return (steady_player if draw.random() < 0.8 else random_player)(board, draw)
+
+
 def careless_player(board: str, draw: random.Random) -> int:
     """Perfect half of the time, else random."""
     return (perfect_player if draw.random() < 0.5 else random_player)(board, draw)
 
 
-PLAYERS = {"random": random_player, "careless": careless_player, "perfect": perfect_player}
+PLAYERS = {
+    "random": random_player,
+    "careless": careless_player,
+    "careful": careful_player,
+    "perfect": perfect_player,
+    "steady": steady_player,
+}
