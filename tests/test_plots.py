@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -128,3 +129,12 @@ def test_the_script(tmp_path: Path) -> None:
     assert is_png(tmp_path / "out.png")
     failed = subprocess.run([*script, str(tmp_path / "absent")], capture_output=True, text=True)
     assert failed.returncode == 2 and failed.stderr.startswith("plot.py: no metrics at") and "Traceback" not in failed.stderr
+
+
+def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
+    """MPLBACKEND of another machine, or mistyped: matplotlib itself would not even be imported."""
+    folder = write(tmp_path / "a", two_stages())
+    done = subprocess.run(
+        [sys.executable, str(REPO / "plot.py"), str(folder)], env={**os.environ, "MPLBACKEND": "nonsense"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and is_png(folder / "curves.png"), done.stderr

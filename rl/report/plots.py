@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,18 @@ def draw(source: Path | Sequence[Path], out_png: Path, labels: Sequence[str] | N
     return out_png
 
 
+def _import_matplotlib() -> None:
+    """Past MPLBACKEND, which matplotlib fails on as it is imported where the name means nothing, and nothing here draws with."""
+    asked = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib  # noqa: F401
+    finally:
+        if asked is not None:
+            os.environ["MPLBACKEND"] = asked
+
+
 def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
+    _import_matplotlib()
     # Figure without pyplot: no global state, no display, no backend to choose.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
