@@ -290,6 +290,8 @@ WITHOUT_EFFECT = [
     *[(f"offline --loss ilql {words}", "the loss is ilql", "--loss dro") for words in ("--beta 0.2", "--baseline learned")],
     *[(f"offline --{name} 0.35", "the loss is dro", "--loss ilql") for name in ("gamma", "tau", "expectile", "cql-coef")],
     ("offline --value-coef 0.1", "no value is learnt", "--baseline learned"),
+    ("grpo --reward gsm8k --rewards repetition 1", "rewards stands in its place", None),
+    ("grpo --reward exact_match --rewards repetition 1", "rewards stands in its place", None),  # its default, typed
 ]
 
 

@@ -17,6 +17,7 @@ from rl.settings import help_pages, other_words
 from rl.settings.environment_tables import PREFIX, folded
 from rl.settings.fields import Given, SettingsError, as_flags, build, convert, fields_of, nearest, without_unused, words_of
 from rl.settings.flags import Flag, split_flags, with_dots
+from rl.settings.instead import either, two_rewards
 from rl.settings.recipe import Recipe, RecipeStage, read_recipe
 from rl.settings.resumed import changes, of_stages, read_folder
 from rl.settings.run_plan import MethodSpec, Run, StagePlan
@@ -221,6 +222,7 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
     built: list[StagePlan] = []
     used: set[str] = set()
     unused: dict[str, str] = {}  # what is given for all stages is for those in which it has an effect, if there is one
+    problems += two_rewards(found)
     for stage, name in zip(stages, names, strict=True):
         method = str(stage.method)
         for key in [key for key in stage.given if key in option_table]:
@@ -229,8 +231,8 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
         _check_keys(own, tables[method], method, problems)
         line = {key: value for key, value in found.items() if key != "base_model" or not _names_one_of(own.get(key), names[: len(built)])}
         line |= by_stage[name]
-        own = _either(own, line) | by_stage[name]
-        given = {**_either(plan.shared, {**own, **line}), **own, **line}
+        own = either(own, line) | by_stage[name]
+        given = {**either(plan.shared, {**own, **line}), **own, **line}
         merged = folded({k: v for k, v in given.items() if _is_setting(k, tables[method])})
         implied = {k: v for k, v in _variant(methods[method], merged.get("variant")).items() if k not in merged}
         prefix = f"stage {name}: " if len(stages) > 1 else ""
@@ -249,12 +251,6 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
     return Run(run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None)
 
 
-def _either(below: Mapping[str, Given], above: Mapping[str, Given]) -> dict[str, Given]:
-    """What is given lower down, less what stands in the place of something given above it: reward or rewards, not both."""
-    return {key: given for key, given in below.items() if _INSTEAD.get(key) not in above}
-
-
-_INSTEAD = {"reward": "rewards", "rewards": "reward"}
 def override(sections: Sequence[Any], words: Sequence[str]) -> tuple[Any, ...]:
     """Sections of settings with the flags in `words` over what they hold. SettingsError where one is none of theirs, or is wrong."""
     problems: list[str] = []
