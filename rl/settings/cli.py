@@ -222,7 +222,6 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
     built: list[StagePlan] = []
     used: set[str] = set()
     unused: dict[str, str] = {}  # what is given for all stages is for those in which it has an effect, if there is one
-    problems += two_rewards(found)
     for stage, name in zip(stages, names, strict=True):
         method = str(stage.method)
         for key in [key for key in stage.given if key in option_table]:
@@ -244,7 +243,7 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
         unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
         used |= merged.keys()
         built.append(StagePlan(method, name, _build(methods[method].settings, merged, problems, plan, typed, prefix)))
-    problems += [as_flags(text, typed) for key, text in unused.items() if key not in used]
+    problems += [*two_rewards(found), *(as_flags(text, typed) for key, text in unused.items() if key not in used)]
     if problems:
         raise SettingsError(problems)
     run_name = options_value.name or plan.folder or (plan.recipe.stem if plan.recipe else built[0].name)
