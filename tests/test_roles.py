@@ -26,9 +26,9 @@ from rl.run.device_side import worker_settings
 CASE = str(REPO / "tests" / "roles_case.py")
 LINE = (
     "grpo --base-model tiny:addition --lora-rank 0 --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
-    "--keep-last 9 --rollouts-every 1 --quiet --environment-isolation thread --renderer plain --learning-rate 1e-3 --slice-steps 2"
+    "--keep-last 9 --rollouts-every 1 --quiet --environment-isolation thread --renderer plain --learning-rate 1e-3"
 )
-LATE = "--max-steps-off-policy 2"
+LATE = "--max-steps-off-policy 2 --slice-steps 2"
 
 
 # ----------------------------------------------------------------------------------------------------------------- pieces
@@ -120,7 +120,8 @@ def between(monkeypatch):
     counter, near = Counter(), []
     crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
     monkeypatch.setattr(Samplers, "join", classmethod(lambda cls, settings: (crew, 0)))
-    return Far(WorkerSettings(sampler_ranks=1), lambda verb, arguments, after, future: near.append((verb, arguments, future))), counter, near
+    settings = WorkerSettings(sampler_ranks=1)
+    return Far(settings, lambda verb, arguments, after, future: near.append((verb, arguments, future))), counter, near
 
 
 def put(far, verb, *arguments) -> Future:
