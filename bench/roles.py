@@ -66,7 +66,7 @@ def accuracy(folder: Path) -> float:
     found = folder / "found.json"
     run(f"evaluate.py {folder}/checkpoints/{folder.name.partition('-')[0]}-final/model --dataset addition --reward exact_match --limit 512 "
         f"--renderer plain --temperature 1 --max-tokens 4 --output {found}")  # fmt: skip
-    return float(json.loads(found.read_text())["metrics"]["test/env/all/correct"])
+    return float(json.loads(found.read_text())["correct"])
 
 
 def main() -> None:
