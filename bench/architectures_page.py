@@ -13,12 +13,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TABLE, PAGE = HERE / "results" / "architectures.csv", HERE.parent / "docs" / "architectures.md"
 Row = Mapping[str, str]
+BACK = {"resume": "resume", "reload": "transformers", "adapter": "PEFT"}
 
 HEAD = """# Architectures
 
 Every causal language model of transformers that `bench/architectures.py` can build small, from its own configuration class: does the
 learner score and train it as the plain model does one sequence at a time, unpadded, in float32 (logprobs within 1e-4 nats, the gradient
-within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What is not exact is refused by name before work begins.
+within 1e-3), do samples score as they were drawn (within 1e-3 nats), and is what was written the same when it is read again? What is
+not exact is refused by name before work begins.
 `python bench/architectures.py` writes this page from `bench/results/architectures.csv`.
 
 {counts}
@@ -27,6 +29,8 @@ within 1e-3), and do samples score as they were drawn (within 1e-3 nats)? What i
   read once for all its answers. `--layout auto` takes one of them. *+ recompute*: also with `--gradient-checkpointing`.
 * **sampler**: how its rows decode. *fast*: a forward of our own; *padded*: rows of any lengths side by side; *slots*: those, and a state
   for each row; *equal*: rows of one length; *recompute*: without a cache.
+* **comes back**: *resume*: two steps, saved, and two more from what was saved are four steps, bit for bit, weights and optimizer;
+  *transformers*: the folder written has the same logits in plain transformers; *PEFT*: and so has a LoRA's, read by PEFT alone.
 * **LoRA leaves out**: the share of the weights that `--lora-rank` leaves without an adapter: experts, unless `--train-experts` asks for
   them, and a few tensors that are no linear layers.
 """
@@ -47,14 +51,15 @@ def page(rows: Sequence[Row]) -> str:
     sampled = [row for row in built if row["sampler"].startswith("exact")]
     counts = (
         f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout at least; "
-        f"samples of {len(sampled)} are exact."
+        f"samples of {len(sampled)} are exact; {sum(len(_back(row)) == len(BACK) for row in trained)} come back in all three ways."
     )
-    columns = ("architecture", "class", "layers", "learner", "sampler", "LoRA leaves out")
+    columns = ("architecture", "class", "layers", "learner", "sampler", "comes back", "LoRA leaves out")
     lines = [HEAD.format(counts=counts), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(map(_cell, _columns(row)))} |" for row in trained]
     lines += ["", "## Refused, and why", ""]
     for row in built:
         which = {"training": "" if row in trained else _first_refusal(row), "sampling": "" if row in sampled else row["sampler"]}
+        which |= {what: row[column] for column, what in BACK.items() if row in trained and not row[column].startswith("exact")}
         lines += [f"* `{row['architecture']}`, {what}: {_reason(said)}" for what, said in which.items() if said]
     lines += ["", OTHERWISE, "", "## Not built", ""]
     lines += [f"* `{row['architecture']}`: {_reason(row['class'])}" for row in rows if not row["parameters"]]
@@ -66,11 +71,16 @@ def _columns(row: Row) -> list[str]:
     share = f"{float(row['lora_left_out']):.1%}" if re.fullmatch(r"[\d.]+", row["lora_left_out"]) else _reason(row["lora_left_out"])
     recompute = ["+ recompute"] if row["checkpointing"].startswith("exact") else []
     refused = "" if row["sampler"].startswith("exact") else "refused"
-    return [f"`{row['architecture']}`", row["class"], row["layers"], " ".join([*_layouts(row), *recompute]), refused or sampler, share]
+    learner = " ".join([*_layouts(row), *recompute])
+    return [f"`{row['architecture']}`", row["class"], row["layers"], learner, refused or sampler, " ".join(_back(row)), share]
 
 
 def _layouts(row: Row) -> list[str]:
     return [name for name in ("padded", "packed", "shared") if row[name].startswith("exact")]
+
+
+def _back(row: Row) -> list[str]:
+    return [what for column, what in BACK.items() if row[column].startswith("exact")]
 
 
 def _first_refusal(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Tiny models learn the built-in games: taught the form of an answer on games that a careless rule plays, then GRPO in the environment.
+"""Tiny models learn the built-in games: taught on games that an imperfect rule plays, then GRPO in the environment.
 
     python bench/environments.py [--only guess_number] [--seeds 0 1 2] [--output bench/results/environments.csv]
 
@@ -50,9 +50,11 @@ GAMES = {
     # found within floor(log2 8) + 1 guesses, the environment's own limit
     "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
     # three operators and two tries: excluding is enough, reading the failing test is better
-    "debugging": Game({}, "any_fix", "correct", 0.95, 18, episodes=1000, rows=200, members=8, held_out=64),
+    "debugging": Game({}, "careful", "correct", 0.95, 18, episodes=1200, warm_up=600, warm_up_batch=32, held_out=128),
+    # what the rule plays is imperfect, one move of five, so that there is something left to sharpen
     "tic_tac_toe": Game(
-        {"opponent": "random", "instructions": "False"}, "careless", "lost", 0.05, 3, True, 3000, warm_up=700, steps=120, held_out=400
+        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 60000, warm_up=1600, steps=80, groups=16,
+        held_out=512, rows=2000, model="tiny:ascii", rate=8e-4,
     ),
 }
 

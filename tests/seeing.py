@@ -68,14 +68,14 @@ def _text(tokenizer, **more):
     return sizes | dict(intermediate_size=96, max_position_embeddings=1024) | ends | more
 
 
-def _qwen(config_class, model_class, vision):
+def _qwen(config_class, model_class, vision, **more):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer, ids = _marks("<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
     rope = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}
     special = {"image_token_id": ids["<|image_pad|>"], "vision_start_token_id": ids["<|vision_start|>"]}
     special |= {"vision_end_token_id": ids["<|vision_end|>"], "video_token_id": ids["<|video_pad|>"]}
-    text = _text(tokenizer, rope_parameters=rope, head_dim=12, tie_word_embeddings=True)
+    text = _text(tokenizer, rope_parameters=rope, head_dim=12, tie_word_embeddings=True, **more)
     config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=True, **special)
     processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=1, size=dict(shortest_edge=64, longest_edge=4096))
     tokenizer.chat_template = (
@@ -85,6 +85,13 @@ def _qwen(config_class, model_class, vision):
         "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
     )
     return model_class, config, tokenizer, processor, ("<|vision_start|>", "<|vision_end|>")
+
+
+def _qwen2_vl():
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, mlp_ratio=2, patch_size=4, temporal_patch_size=1)
+    return _qwen(Qwen2VLConfig, Qwen2VLForConditionalGeneration, vision | dict(spatial_merge_size=2))
 
 
 def _qwen2_5_vl():
@@ -101,6 +108,15 @@ def _qwen3_vl():
     vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, temporal_patch_size=1, spatial_merge_size=2)
     vision |= dict(out_hidden_size=48, deepstack_visual_indexes=[0], num_position_embeddings=64)
     return _qwen(Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision)
+
+
+def _qwen3_vl_moe():
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, temporal_patch_size=1, spatial_merge_size=2)
+    vision |= dict(out_hidden_size=48, deepstack_visual_indexes=[0], num_position_embeddings=64)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    return _qwen(Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, vision, **experts)
 
 
 def _gemma3():
@@ -127,21 +143,33 @@ def _smolvlm():
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+    return _tiles(SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil)
+
+
+def _idefics3():
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return _tiles(Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil)
+
+
+def _tiles(config_class, model_class, processor_class):
     tiles = [f"<row_{r}_col_{c}>" for r in (1, 2, 3, 4) for c in (1, 2, 3, 4)]
     tokenizer, ids = _marks("<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>", *tiles)
     text = _text(tokenizer, model_type="llama", head_dim=12)
     vision = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8)
-    config = SmolVLMConfig(text_config=text, vision_config=vision, image_token_id=ids["<image>"], scale_factor=2, tie_word_embeddings=False)
-    processor = SmolVLMImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
+    config = config_class(text_config=text, vision_config=vision, image_token_id=ids["<image>"], scale_factor=2, tie_word_embeddings=False)
+    processor = processor_class(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
     tokenizer.chat_template = (
         "{%- for m in messages -%}{{ m.role }}{%- for p in m.content -%}{%- if p.type == 'image' -%}<image>"
         "{%- elif p.type == 'text' -%}{{ p.text }}{%- endif -%}{%- endfor -%}<end_of_utterance>\n{%- endfor -%}"
         "{%- if add_generation_prompt -%}assistant:{%- endif -%}"
     )
-    return SmolVLMForConditionalGeneration, config, tokenizer, processor, ("", "")
+    return model_class, config, tokenizer, processor, ("", "")
 
 
-FAMILIES = {"qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3, "smolvlm": _smolvlm}
+FAMILIES = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe,
+            "gemma3": _gemma3, "smolvlm": _smolvlm, "idefics3": _idefics3}  # fmt: skip
 
 
 def tiny(family, seed=0):

@@ -26,6 +26,9 @@ def test_counts_and_layouts_are_those_of_the_cells():
         layouts = lines[row[0]][3].removesuffix(" + recompute").split()
         assert layouts == [name for name in ("padded", "packed", "shared") if row[at[name]].startswith("exact")]
         assert ("refused" in lines[row[0]][4]) == row[at["sampler"]].startswith("refused")
+        assert lines[row[0]][5].split() == [w for c, w in pages.BACK.items() if row[at[c]].startswith("exact")]
+    all_three = [row for row in exact if all(row[at[column]].startswith("exact") for column in ("resume", "reload", "adapter"))]
+    assert f"{len(all_three)} come back in all three ways" in text
     said = text.split("## Refused")[1]
     for row in rows:
         if row not in exact or not row[at["sampler"]].startswith("exact"):
@@ -35,5 +38,10 @@ def test_counts_and_layouts_are_those_of_the_cells():
 def test_what_is_wrong_is_never_called_exact():
     row = dict.fromkeys(["class", "layers", "lora_left_out"], "x") | {"architecture": "one", "parameters": "5", "rows": "padded"}
     row |= {"padded": "WRONG: 1 nats, gradient 0.5", "packed": "", "shared": "", "checkpointing": "", "sampler": "WRONG: 2 nats"}
+    row |= dict.fromkeys(pages.BACK, "exact")
     text = pages.page([row])
     assert "| `one`" not in text and "`one`, training: WRONG: 1 nats" in text and "`one`, sampling: WRONG: 2 nats" in text
+    row |= {"padded": "exact", "sampler": "exact", "resume": "WRONG: 3 of 4 tensors differ, a first"}
+    text = pages.page([row])
+    assert "| `one` | x | x | padded | padded | transformers PEFT | x |" in text
+    assert "`one`, resume: WRONG: 3 of 4" in text and "0 come back in all three ways" in text

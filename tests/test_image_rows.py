@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from seeing import chunk, permuted, picture, png, spelt
 
@@ -301,9 +302,34 @@ def test_shapes_are_what_their_answers_say():
     for problem in load_problems("shapes:ask=colour,rows=20"):
         image = np.asarray(opened(problem.messages[0]["content"][0]["image"])).reshape(-1, 3)
         assert (image == COLOURS[problem.response]).all(-1).sum() > 50
-    for options in ("ask=size", "rows=x", "blind=2", "hue=1"):
+    for options in ("ask=size", "rows=x", "blind=2", "hue=1", "noise=2", "noise=x", "from=-1"):
         with pytest.raises(UserError, match="shapes takes the options"):
             load_problems(f"shapes:{options}")
+
+
+def test_careless_answers_begin_with_their_epoch_and_are_wrong():
+    found, right = load_problems("shapes:rows=400,noise=0.25,from=2"), load_problems("shapes:rows=400")
+    answers = [problem.response for problem in right]
+    for epoch, share in ((0, 0.0), (1, 0.0), (2, 0.25), (7, 0.25)):
+        given = [found.at(i, epoch) for i in range(400)]
+        assert [one.meta["answer"] for one in given] == answers and {one.response for one in given} == {"1", "2", "3", "4"}
+        wrong = np.mean([one.response != answer for one, answer in zip(given, answers, strict=True)])
+        assert abs(wrong - share) <= 0.07 * (share > 0)  # 400 draws: three standard deviations
+    assert [found.at(i, 2).response for i in range(400)] != [found.at(i, 3).response for i in range(400)]
+
+
+def test_a_fresh_model_that_sees_has_a_tower_that_writes_what_it_sees():
+    """Its patches come out as large as they went in; with a spread of 0.02 at a width of 64 they were some hundred times smaller."""
+    from rl.models import load_model
+
+    tower = load_model("tiny:vision", seed=1).model.model.visual
+    patches = torch.randn(64, tower.patch_embed.proj.weight[0].numel(), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        seen = tower.patch_embed(patches)
+    assert 0.8 < float(seen.std()) < 1.25
+    for seed, same in ((1, True), (2, False)):
+        again = load_model("tiny:vision", seed=seed).model.model.visual
+        assert torch.equal(again.patch_embed.proj.weight, tower.patch_embed.proj.weight) == same
 
 
 def test_the_page_shows_what_was_seen():

@@ -186,7 +186,10 @@ class Hangar(Drawing):
         loaded.model.to(where)
         self.shells[manifest.model_id] = loaded
         under = self._base(manifest.stands_on) if manifest.spec.lora is not None else None
-        return make_decoder(loaded.model, dtype=self.sampler_dtype, device=where, kind=kind, base=under)
+        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, device=where, kind=kind, base=under)
+        if not self.bases.shares:
+            loaded.model.to("meta")  # the decoder has weights of its own: of this, names and shapes are asked from now on
+        return decoder
 
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:

@@ -25,7 +25,7 @@ from rl.clients.settings import WorkerSettings
 from rl.clients.training import TrainingClient
 from rl.errors import RankLost, UserError
 from rl.learner import ModelSpec, saving
-from rl.ranks import check_roles, distributed
+from rl.ranks import called, check_roles
 from rl.types import LoraConfig
 from rl.types.checked import whole
 
@@ -66,7 +66,7 @@ class ServiceClient(AsyncService):
             try:
                 serve(settings)
             except RankLost as lost:
-                print(f"rank {distributed.rank()} ends: {lost}", file=sys.stderr, flush=True)
+                print(f"{called()} ends: {lost}", file=sys.stderr, flush=True)
                 sys.exit(1)
             sys.exit(0)
         self._driver = Driver(settings)

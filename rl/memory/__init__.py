@@ -11,6 +11,7 @@ from rl.memory.plan import (
     Work,
     plan,
 )
+from rl.memory.roles import plan_sampler, staged
 from rl.memory.step import micro_batch, sampled_at_once
 from rl.memory.trace import Arithmetic, Skeleton
 
@@ -27,5 +28,7 @@ __all__ = [
     "Work",
     "micro_batch",
     "plan",
+    "plan_sampler",
     "sampled_at_once",
+    "staged",
 ]

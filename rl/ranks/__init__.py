@@ -5,7 +5,7 @@ from rl.ranks.agreement import require_same
 from rl.ranks.checkpoint import below
 from rl.ranks.interrupts import INTERRUPTED, Stopped, StopRequest, end_with_the_launcher
 from rl.ranks.launch import asks_for_fsdp, make_accelerator, zero_settings
-from rl.ranks.roles import check_roles, take_role
+from rl.ranks.roles import called, check_roles, take_role
 
 __all__ = [
     "INTERRUPTED",
@@ -13,6 +13,7 @@ __all__ = [
     "Stopped",
     "asks_for_fsdp",
     "below",
+    "called",
     "check_roles",
     "checkpoint",
     "distributed",

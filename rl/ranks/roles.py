@@ -33,6 +33,11 @@ def has_side() -> bool:
     return _taken is not None
 
 
+def called() -> str:
+    """This process, as an error names it."""
+    return _taken.bridge.called if _taken is not None and _taken.samples and _taken.bridge else f"rank {distributed.rank()}"
+
+
 def check_roles(sampler_ranks: int) -> None:
     """UserError where this launch cannot spare so many processes for sampling."""
     if not sampler_ranks:

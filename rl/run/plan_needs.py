@@ -11,7 +11,23 @@ from typing import Any
 
 import torch
 
-from rl.memory import GIB, Arithmetic, Held, Launch, MicroBatch, ModelShape, Skeleton, Work, micro_batch, plan, sampled_at_once
+from rl.errors import UserError
+from rl.memory import (
+    GIB,
+    Arithmetic,
+    Held,
+    Launch,
+    MicroBatch,
+    ModelShape,
+    Plan,
+    Skeleton,
+    Work,
+    micro_batch,
+    plan,
+    plan_sampler,
+    sampled_at_once,
+    staged,
+)
 from rl.methods import METHODS
 from rl.models import PARTS, may_stay_unread, root_of
 from rl.ranks import asks_for_fsdp, zero_settings
@@ -63,14 +79,18 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
         if went_on and before is None:
             root = root_of(model.base_model)[0]
             model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
-        found.append(_needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter, traced=traced))
+        found += _needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter, traced=traced)
     return found
 
 
 def _needs(
     stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool, traced: bool
-) -> StageNeeds:
-    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off."""
+) -> list[StageNeeds]:
+    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off.
+
+    One, or where some ranks only sample that of those that learn, and of those that sample.
+    """
+    samplers, launch = _sides(settings, launch)
     skeleton = _skeleton(model.base_model, model.tokenizer, _lora(model))
     shape, sampling, optim, loop = skeleton.shape, settings.sampling, settings.optim, settings.loop
     hooks = METHODS[stage.method].hooks(settings)
@@ -82,7 +102,7 @@ def _needs(
         groups=max(1, loop.batch_size // optim.num_substeps), group=group, prompt=prompt, answer=sampling.max_tokens,
         budget=optim.token_budget, layout=layout, world=launch.world, hidden=shape.hidden,
     )  # fmt: skip
-    budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": launch.world}
+    budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": (samplers or launch).world}
     lengths = {"prompt": prompt, "answer": sampling.max_tokens}
     drawn = [sampled_at_once(groups=settings.data.eval_limit, group=1, **lengths, **budgets)] if loop.eval_every else []
     drawn += [sampled_at_once(groups=loop.batch_size, group=group, **lengths, **budgets)] if hooks.online else []
@@ -95,8 +115,26 @@ def _needs(
     critic = method.critic(settings)
     critics = [] if critic is None else [shape if critic == "policy" else _skeleton(critic, model.tokenizer, _lora(model)).shape]
     held = _held(model, batch, launch) if traced else Held()
-    found = plan(shape, held, launch, work, others, critics)
-    return StageNeeds(stage.name, model.base_model, found, work, launch)
+    if samplers is None:
+        return [StageNeeds(stage.name, model.base_model, plan(shape, held, launch, work, others, critics), work, launch)]
+    learns = plan(shape, held, launch, Work(batch=batch, samples=False), (), critics)
+    host = (*learns.host, ("weights on their way to the ranks that sample, on rank 0", staged(shape)))
+    one = StageNeeds(f"{stage.name}, ranks that learn", model.base_model, Plan(learns.items, host), replace(work, samples=False), launch)
+    draws = plan_sampler(shape, samplers, work, others)
+    return [one, StageNeeds(f"{stage.name}, ranks that sample", model.base_model, draws, work, samplers)]
+
+
+def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
+    """(the launch as ranks see it that only sample, if some do; the learners'). UserError where none are left to learn."""
+    ranks = getattr(getattr(settings, "flow", None), "sampler_ranks", 0)
+    if not ranks:
+        return None, launch
+    if ranks >= launch.world:
+        raise UserError(
+            f"sampler_ranks {ranks} of {launch.world} processes leaves none to learn: --plan-gpus says how many there are, or launch more"
+        )
+    whole = replace(launch, world=ranks, per_node=min(ranks, launch.per_node), zero=None, fsdp=False, offload=False)
+    return whole, replace(launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node))
 
 
 def _others(method: str, settings: Any, policy: Skeleton) -> list[ModelShape]:

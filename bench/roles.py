@@ -1,0 +1,122 @@
+"""Samples a second of one training loop in four forms, on the same work: who samples and who learns, together, in turn or side by side.
+
+    python bench/roles.py --out bench/results/roles.csv              # three seeds, about forty minutes on two cores
+
+The work: two-digit sums from a policy that answers badly (trained on noisy answers first), 8 answers to each of 16 sums a step, rewards
+that take a log-normal time (mean 0.25 s, sigma 1; `instant`: none). Every form trains on equally many samples; accuracy is of sampled
+answers to 512 held-out sums afterwards. Samples a second are over all steps but the first five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO)]
+from rl.data.addition import is_test  # noqa: E402
+from rl.environments import Environment, Turn  # noqa: E402
+
+GROUPS, SIZE, SKIPPED = 16, 8, 5
+LATE = "--max-steps-off-policy 1"
+FORMS = {  # processes, words
+    "synchronous, one process": (1, ""),
+    "synchronous, two processes": (2, ""),
+    "asynchronous, one process": (1, LATE),
+    "one samples, one learns": (2, f"{LATE} --sampler-ranks 1"),
+}
+
+
+class SlowSum(Environment):
+    """A sum whose answer is looked at for a while."""
+
+    def start(self) -> str:
+        while True:
+            a, b = self.rng.randint(10, 99), self.rng.randint(10, 99)
+            if not is_test(a, b):
+                self.sum = str(a + b)
+                return f"{a}+{b}="
+
+    async def step(self, answer: Any) -> Turn:
+        mean = float(os.environ.get("PYTHON_ROLES_MEAN_SECONDS", "0"))
+        if mean:
+            await asyncio.sleep(mean * random.lognormvariate(-0.5, 1.0))
+        return Turn("", reward=float((answer["content"] or "").strip() == self.sum), done=True)
+
+
+def run(words: str, processes: int = 1, **env: str) -> None:
+    launch = [] if processes == 1 else ["-m", "accelerate.commands.launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml"),
+                                        "--num_processes", str(processes), "--main_process_port", "0"]  # fmt: skip
+    done = subprocess.run([sys.executable, *launch, *words.split()], cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800)  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{words} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+
+
+def accuracy(folder: Path) -> float:
+    found = folder / "found.json"
+    run(f"evaluate.py {folder}/checkpoints/{folder.name.partition('-')[0]}-final/model --dataset addition --reward exact_match --limit 512 "
+        f"--renderer plain --temperature 1 --max-tokens 4 --output {found}")  # fmt: skip
+    return float(json.loads(found.read_text())["correct"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--first-steps", type=int, default=500, help="of supervised training, before")
+    parser.add_argument("--work", nargs="+", choices=["slow", "instant"], default=["slow", "instant"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as home:
+        for seed in args.seeds:
+            start = Path(home, f"sft-{seed}")
+            run(f"train.py sft --base-model tiny:addition --lora-rank 0 --dataset addition:noise=0.7,from=4 --learning-rate 3e-3 "
+                f"--schedule cosine --warmup-steps 30 --beta2 0.99 --steps {args.first_steps} --batch-size 256 --max-tokens 4 "
+                f"--eval-every 0 --save-every 0 --rollouts-every 0 --quiet --seed {seed} --output-dir {start}")  # fmt: skip
+            before = accuracy(start)
+            for work in args.work:
+                for number, (form, (processes, words)) in enumerate(FORMS.items()):
+                    folder = Path(home, f"grpo-{seed}-{work}-{number}")
+                    run(f"train.py grpo --base-model {start}/checkpoints/sft-final/model --lora-rank 0 --steps {args.steps} "
+                        f"--batch-size {GROUPS} --group-size {SIZE} --max-tokens 4 --temperature 1 --learning-rate 1e-3 --eval-every 0 "
+                        f"--save-every 0 --rollouts-every 0 --quiet --no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
+                        f"--environment-isolation thread --seed {seed} --output-dir {folder} {words}",
+                        processes, PYTHON_ROLES_MEAN_SECONDS="0.25" if work == "slow" else "0")  # fmt: skip
+                    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][SKIPPED:]
+                    seconds = sum(step["time/step"] for step in steps)
+                    rows.append({"work": work, "seed": seed, "form": form, "samples": args.steps * GROUPS * SIZE,
+                                 "samples_per_second": round(len(steps) * GROUPS * SIZE / seconds, 1),
+                                 "age_mean": round(sum(step.get("async/age/mean", 0.0) for step in steps) / len(steps), 3),
+                                 "accuracy_before": round(before, 4), "accuracy": round(accuracy(folder), 4)})  # fmt: skip
+                    print(rows[-1], flush=True)
+                    if args.out:
+                        write(rows, args.out)
+
+
+def write(rows: list[dict[str, Any]], out: Path) -> None:
+    """With each form's samples a second over the synchronous loop's, of one process and of two, on the same work and seed."""
+    rates = {(row["work"], row["seed"], row["form"]): row["samples_per_second"] for row in rows}
+    for row in rows:
+        for processes in ("one process", "two processes"):
+            rate = rates.get((row["work"], row["seed"], f"synchronous, {processes}"))
+            row[f"times_synchronous_{processes.replace(' ', '_')}"] = round(row["samples_per_second"] / rate, 2) if rate else ""
+    with out.open("w", newline="") as file:
+        file.write(f"# python {' '.join(sys.argv)}\n")
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

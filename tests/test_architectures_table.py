@@ -1,0 +1,104 @@
+"""bench/architectures.py over a dozen architectures (all kinds of attention, experts, states), and what it says of planted faults."""
+
+import copy
+
+import pytest
+import torch
+from test_architectures import one_thread  # noqa: F401  (a fixture of its own)
+
+from bench import architectures as table
+from bench import architectures_saved as saved
+from bench.tiny_models import tiny_model
+from rl.learner import packing, saving
+from rl.learner.learner import Learner
+from rl.models import load
+from rl.ranks.launch import make_accelerator
+from rl.sampler.cache_slots import SlotState
+
+# Full, sliding, chunked, ALiBi and learned positions; experts; linear attention, state space, convolutions.
+DOZEN = ("llama", "gpt2", "mistral", "gemma2", "llama4_text", "bloom", "qwen3_moe", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2", "mamba")
+CELLS = ("padded", "packed", "shared", "checkpointing", "sampler", *table.SAVED)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gpt2", "qwen3_next") else pytest.mark.slow) for n in DOZEN])
+def test_a_row_is_exact_or_refused(name):
+    found = table.row(name)
+    assert not [found[cell] for cell in CELLS if not found[cell].startswith(("exact", "refused: UserError", "refused: layout"))], found
+    assert found["padded"] == found["sampler"] == found["resume"] == found["reload"] == "exact"
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+def judged(name, layout):
+    model, datums = tiny_model(name), table.sequences()
+    plain = load._prepared(copy.deepcopy(model))
+    settings = table.LearnerSettings(token_budget=400, layout=layout)
+    return table.judged(model, name, datums, table.alone(plain, datums), make_accelerator(bf16=False), settings)
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    """Learners that believe every layout exact: what the table then says is its own finding."""
+    monkeypatch.setattr(Learner, "_exact_layouts", lambda self, model: {"padded", "packed"})
+
+
+def test_one_wrong_position_turns_a_row_red(untried, monkeypatch):
+    assert judged("llama", "packed") == "exact"
+    lay_out = packing._packed
+
+    def faulty(tokens, chunk, datums):
+        ids, positions, mask, index = lay_out(tokens, chunk, datums)
+        if len(tokens) > 3:
+            positions[0, -1] += 1  # of the last token of the last sequence
+        return ids, positions, mask, index
+
+    monkeypatch.setattr(packing, "_packed", faulty)
+    assert judged("llama", "packed").startswith("WRONG")
+
+
+def test_a_state_that_runs_on_turns_a_row_red(untried):
+    assert judged("qwen3_next", "padded") == "exact"
+    assert judged("qwen3_next", "packed").startswith("WRONG")
+
+
+def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
+    """Planted once the decoder has been tried out."""
+    model = load._prepared(tiny_model("falcon_h1"))
+    assert table.sampled(model) == "exact"
+    make, enter = table.make_decoder, SlotState.enter
+
+    def faulty(self, prompt_of_row):
+        enter(self, prompt_of_row)
+        for layer in self.cache.layers:
+            for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+                states |= {i: state.roll(1, 0) for i, state in states.items() if state is not None}
+
+    def tried(one):
+        decoder = make(one)
+        monkeypatch.setattr(SlotState, "enter", faulty)
+        return decoder
+
+    monkeypatch.setattr(table, "make_decoder", tried)
+    assert table.sampled(model).startswith("WRONG")
+
+
+def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
+    load_state = saving.load_state
+    monkeypatch.setattr(saved.saving, "load_state", lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank))
+    found = table.saved(tiny_model("llama"))
+    assert found["resume"].startswith("WRONG") and found["reload"] == found["adapter"] == "exact"
+
+
+def test_a_weight_that_is_read_otherwise_turns_a_row_red(monkeypatch):
+    plain = saved._plain
+
+    def faulty(folder):
+        model = plain(folder)
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "v_proj" in name)[0, 0] += 0.05
+        return model
+
+    monkeypatch.setattr(saved, "_plain", faulty)
+    found = table.saved(tiny_model("llama"))
+    assert found["resume"] == "exact" and found["reload"].startswith("WRONG") and found["adapter"].startswith("WRONG")

@@ -1,0 +1,303 @@
+"""Ranks that sample beside ranks that learn: the same samples, weights and replays as where one process does both, and how they part."""
+
+import json
+import queue
+import signal
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_server import REPO, Ranks
+from test_asynchronous import ENVIRONMENT, metrics, same
+
+from rl.clients.crew import OPEN, Samplers
+from rl.clients.far import Far
+from rl.clients.landing import Landing, Piece, Staged, raw_bytes
+from rl.clients.settings import WorkerSettings
+from rl.errors import UserError
+from rl.learner import ModelSpec
+from rl.methods.grpo_settings import variant_settings
+from rl.ranks import check_roles
+from rl.run.device_side import worker_settings
+
+CASE = str(REPO / "tests" / "roles_case.py")
+LINE = (
+    "grpo --base-model tiny:addition --lora-rank 0 --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
+    "--keep-last 9 --rollouts-every 1 --quiet --environment-isolation thread --renderer plain --learning-rate 1e-3"
+)
+LATE = "--max-steps-off-policy 2 --slice-steps 2"
+
+
+# ----------------------------------------------------------------------------------------------------------------- pieces
+
+
+class Shelf:
+    """A decoder as far as weights land in it."""
+
+    def __init__(self):
+        self.loaded = {}
+
+    def load_(self, named):
+        self.loaded |= {name: tensor.clone() for name, tensor in named}
+
+
+def staged() -> Staged:
+    torch.manual_seed(0)
+    tensors = {
+        "large": torch.randn(37, 11),
+        "half": torch.randn(9, 3).bfloat16(),
+        "transposed": torch.randn(4, 6).T,
+        "number": torch.tensor(2.5),
+        "last": torch.randn(5).double(),
+    }
+    return Staged(0, ModelSpec("tiny:addition", None, None, 0, False), ("tiny:addition", None, 0), 7, tensors)
+
+
+def landing(sent: Staged) -> Landing:
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in sent.tensors.items()}
+    return Landing(sent.manifest(), Shelf(), None, 0.0, sizes)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1628, 10**6])
+def test_weights_in_pieces_of_any_size_are_the_weights(size):
+    sent = staged()
+    here, pieces = landing(sent), list(sent.pieces(size))
+    assert all(sum(len(raw) for _, _, raw in piece.parts) == size for piece in pieces[:-1])
+    for piece in pieces:
+        here.take(piece)
+    here.check()
+    assert here.decoder.loaded.keys() == sent.tensors.keys()
+    for name, tensor in sent.tensors.items():
+        assert here.decoder.loaded[name].dtype == tensor.dtype and torch.equal(here.decoder.loaded[name], tensor)
+
+
+@pytest.mark.parametrize("lost", [0, 3, -1])
+def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
+    sent = staged()
+    here, pieces = landing(sent), list(sent.pieces(100))
+    del pieces[lost]
+    for piece in pieces:
+        here.take(piece)
+    with pytest.raises(RuntimeError, match="hand-over of version 7 is not whole: . tensors miss, .'(large|last|half)"):
+        here.check()
+    good = next(sent.pieces(100))
+    name, at, raw = good.parts[0]
+    for wrong in ([(name, at, raw + 1)], [(name, at + 1, raw)], [("half", at, raw)]):
+        with pytest.raises(RuntimeError, match="arrived other than they were sent"):
+            landing(sent).take(Piece(wrong, good.checksum))
+
+
+def test_bytes_of_a_tensor_are_its_own():
+    tensor = torch.zeros(3)
+    raw_bytes(tensor)[4:8] = raw_bytes(torch.ones(1))
+    assert tensor.tolist() == [0.0, 1.0, 0.0]
+
+
+# -------------------------------------------------------------------------------------------------- who goes where, and when
+
+
+class Counter(queue.Queue):
+    """The queue of the samplers' crew, each of whose verbs is done when the test says so (but that the service opens)."""
+
+    def put(self, item):
+        if item[1] == OPEN:
+            item[-1].set_result("cpu")
+        else:
+            super().put(item)
+
+    def next(self, result=None) -> str:
+        _, verb, arguments, _, future = self.get_nowait()
+        future.set_result(result)
+        return f"{verb} {arguments[0]}"
+
+
+@pytest.fixture
+def between(monkeypatch):
+    """(a Far, the samplers' queue, what the learners are asked, in order)"""
+    counter, near = Counter(), []
+    crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
+    monkeypatch.setattr(Samplers, "join", classmethod(lambda cls, settings: (crew, 0)))
+    settings = WorkerSettings(sampler_ranks=1)
+    return Far(settings, lambda verb, arguments, after, future: near.append((verb, arguments, future))), counter, near
+
+
+def put(far, verb, *arguments) -> Future:
+    future: Future = Future()
+    assert far.put(verb, arguments, (), future)
+    return future
+
+
+def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(between):
+    far, counter, near = between
+    fresh = put(far, "snapshot", 0, 5)
+    (verb, arguments, there) = near.pop()
+    assert (verb, arguments) == ("stage", (0, True))
+    waiting = [put(far, "compute_logprobs", 5, []), put(far, "forget_version", 5)]
+    older = put(far, "sample_slice", 1, 4, SimpleNamespace(arrived=[]))
+    assert counter.next("of the old weights") == "sample_slice 1" and older.result() == "of the old weights"
+    there.set_result(staged())
+    assert counter.next() == "begin_landing 5"
+    put(far, "sample_slice", 1, 4, SimpleNamespace(arrived=[]))
+    found = [counter.next() for _ in range(2)]
+    assert sorted(found) == ["land 5", "sample_slice 1"]
+    assert not any(future.done() for future in (fresh, *waiting))
+    assert counter.next({"version": 7}) == "end_landing 5" and fresh.result() == {"version": 7}
+    assert [counter.next(), counter.next()] == ["compute_logprobs 5", "forget_version 5"]
+    put(far, "snapshot", 0, 6)
+    assert near.pop()[:2] == ("stage", (0, False))  # what is frozen they have
+
+
+def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
+    far, counter, near = between
+    fresh, waits = put(far, "snapshot", 0, 5), put(far, "sample", 5, [])
+    near.pop()[2].set_exception(RuntimeError("out of memory"))
+    for future in (fresh, waits):
+        assert "out of memory" in str(future.exception())
+    assert counter.empty()
+
+
+def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
+    far, counter, near = between
+    put(far, "snapshot", 3, 5)
+    near.pop()[2].set_result(replace(staged(), model_id=3))
+    while not counter.empty():
+        counter.next()
+    request = SimpleNamespace(params=SimpleNamespace(temperature=0.7, top_k=-1, top_p=1.0))
+    for _ in range(3):
+        put(far, "sample", 5, [request, request])
+    assert [(verb, arguments[:2]) for verb, arguments, _ in near] == [("note_drawn", (3, 7))]
+
+
+# ------------------------------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("ranks", "started", "says"),
+    [(1, None, "one was started: start at least 2"), (2, 2, "leaves none to learn: it is at most 1 here"), (5, 4, "start 6 processes")],
+)
+def test_launches_that_cannot_spare_ranks_are_refused_with_what_to_type(ranks, started, says, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if started is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(started))
+    with pytest.raises(UserError, match=says):
+        check_roles(ranks)
+    check_roles(0)
+
+
+def test_roles_hold_for_the_whole_run():
+    def stage(ranks: int) -> SimpleNamespace:
+        return SimpleNamespace(settings=variant_settings("dr_grpo", sampler_ranks=ranks))
+
+    assert worker_settings([stage(2), stage(2)]).sampler_ranks == 2
+    with pytest.raises(UserError, match="sampler_ranks holds for the whole run"):
+        worker_settings([stage(2), stage(0)])
+
+
+# ------------------------------------------------------------------------------------------------------------- two processes
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    server = Ranks()
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora):
+    found = []
+    for world, samplers in ((1, 0), (2, 1)):
+        out = tmp_path / str(world)
+        out.mkdir()
+        launch = ranks.start(str(out), str(samplers), str(lora), cwd=tmp_path, world=world, script=CASE)
+        assert launch.wait(120) == [0] * world, launch.output()
+        found.append(json.loads((out / "found.json").read_text()))
+    one, two = found
+    assert one == two
+    assert one["drawn by the first weights"] != one["drawn by the last weights"] == one["of the folder"]
+    assert one["versions"] == [0, 3, 3, 3]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    """Trains on so many processes with the words of a line; the run's folder."""
+    home = tmp_path_factory.mktemp("roles")
+    (home / "uneven.py").write_text(ENVIRONMENT)
+
+    def go(name: str, world: int, words: str = "", **env: str):
+        line = f"{LINE} --environment {home}/uneven.py:Uneven --output-dir {home / name} {words}"
+        launch = ranks.start(*line.split(), cwd=home, world=world, **env)
+        assert launch.wait(200) == [0] * world, launch.output()
+        return home / name
+
+    return go
+
+
+@pytest.mark.slow
+def test_without_staleness_samplers_wait_and_the_run_is_the_synchronous_one(trained):
+    one, two = trained("one", 1), trained("two", 2, "--sampler-ranks 1")
+    assert same(one, two) and metrics(one) == metrics(two)
+
+
+@pytest.mark.slow
+def test_a_run_on_two_sides_repeats_bit_for_bit_on_two_and_on_one_and_goes_on_where_it_was(trained):
+    first = trained("first", 2, f"{LATE} --sampler-ranks 1")
+    rows = metrics(first)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and 1 <= max(row["async/age/max"] for row in rows) <= 2
+    for name, world, words in (("again", 2, "--sampler-ranks 1"), ("alone", 1, "")):
+        found = trained(name, world, f"{LATE} {words} --replay {first}")
+        assert same(first, found) and metrics(found) == metrics(first)
+        assert (found / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    again = first.parent / "again"
+    for path in (again / "checkpoints").iterdir():
+        if path.name != "grpo-000002":
+            for inner in sorted(path.rglob("*"), reverse=True):
+                inner.rmdir() if inner.is_dir() else inner.unlink()
+            path.rmdir()
+    gone_on = trained("again", 2, f"{LATE} --sampler-ranks 1 --resume --replay {first}")
+    assert same(first, gone_on) and metrics(gone_on) == metrics(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "samplers", "env"),
+    [
+        (3, 2, {}),
+        (3, 1, {}),
+        (3, 1, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}),
+        (3, 1, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero2.json"}),
+        (3, 1, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json"}),
+    ],
+    ids=["two samplers", "two learners", "fsdp2", "zero2", "zero3"],
+)
+def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request):
+    """With its self-test, which brings moved weights to the samplers and reads gradients of every shard."""
+    name = request.node.callspec.id.replace(" ", "_")
+    rows = metrics(trained(name, world, f"{LATE} --steps 3 --timeout 60 --sampler-ranks {samplers}", **env))
+    assert [row["step"] for row in rows] == [1, 2, 3] and max(row["async/age/max"] for row in rows) <= 2
+    fresh = [row for row in rows if row["async/age/max"] == 0]
+    assert fresh and all(abs(row["optim/kl_sample_train_v1"]) < 1e-5 for row in fresh)  # who learns has the weights of who sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "says"), [(signal.SIGKILL, "is lost"), (signal.SIGSTOP, "did not answer within 6 s")])
+def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, how, says):
+    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    words = f"{LINE} {LATE} --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
+    launch = ranks.start(*words.split(), cwd=tmp_path, world=2)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launch.kill(1, how)
+    begun = time.monotonic()
+    while launch.codes[0] is None and time.monotonic() < begun + 60:
+        launch.poll()
+        time.sleep(0.05)
+    launch.kill(1)
+    assert launch.codes[0] not in (None, 0), launch.output()
+    said = " ".join(launch.output(0).replace("│", " ").split())
+    assert "sampler rank 0 (rank 1 of the launch) (process" in said and says in said
