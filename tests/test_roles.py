@@ -5,7 +5,7 @@ import queue
 import signal
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +19,13 @@ from rl.clients.landing import Landing, Piece, Staged, raw_bytes
 from rl.clients.settings import WorkerSettings
 from rl.errors import UserError
 from rl.learner import ModelSpec
+from rl.memory import Held, Launch, MicroBatch, ModelShape, Work, plan_sampler
+from rl.methods import METHODS
 from rl.methods.grpo_settings import variant_settings
-from rl.ranks import check_roles
+from rl.ranks import check_roles, roles
 from rl.run.device_side import worker_settings
+from rl.run.plan import show
+from rl.settings import RunSettings, parse
 
 CASE = str(REPO / "tests" / "roles_case.py")
 LINE = (
@@ -187,6 +191,15 @@ def test_launches_that_cannot_spare_ranks_are_refused_with_what_to_type(ranks, s
     check_roles(0)
 
 
+def test_a_later_service_cannot_ask_for_other_roles(monkeypatch):
+    monkeypatch.setattr(roles, "_taken", roles.Role(1, False, None))
+    check_roles(1)
+    with pytest.raises(UserError, match="comes too late.* which is 1 here"):
+        check_roles(2)
+    with pytest.raises(ValueError, match="sampler_ranks is a whole number"):
+        check_roles(-1)
+
+
 def test_roles_hold_for_the_whole_run():
     def stage(ranks: int) -> SimpleNamespace:
         return SimpleNamespace(settings=variant_settings("dr_grpo", sampler_ranks=ranks))
@@ -194,6 +207,57 @@ def test_roles_hold_for_the_whole_run():
     assert worker_settings([stage(2), stage(2)]).sampler_ranks == 2
     with pytest.raises(UserError, match="sampler_ranks holds for the whole run"):
         worker_settings([stage(2), stage(0)])
+
+
+# ------------------------------------------------------------------------------------------------------------- worked out before
+
+SHAPE = ModelShape("m", 1_000_000, 1_000_000, 0, 0, 100_000, 4, 64, 4, 2, 16, 256, 1000, None, True, False)
+
+
+def test_what_a_sampler_holds_by_hand():
+    """All of it trained in bf16: two bytes a number, twice; LoRA: the next version is its adapters in fp32 alone."""
+    work = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
+    launch = Launch(cuda=True, bf16=True)
+    found = {item.name: item for item in plan_sampler(SHAPE, launch, work).items}
+    assert found["sampler's copy of the weights"].sample == found["the next version, as it arrives"].sample == 2e6
+    assert found["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
+    lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)
+    found = {item.name: item for item in plan_sampler(lora, launch, work, [SHAPE]).items}
+    assert found["sampler's copy of the weights"].sample == 2e6 + 4e4 and found["the next version, as it arrives"].sample == 4e4
+    assert found["models that only score"].sample == 2e6
+
+
+def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
+    words = "grpo --base-model tiny:addition --lora-rank 0 --max-tokens 4 --batch-size 8 --group-size 2 --plan --plan-gpus 4".split()
+
+    def plan(ranks: int) -> str:
+        show(parse([*words, "--sampler-ranks", str(ranks)], METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
+        return " ".join(capsys.readouterr().out.split())
+
+    said = plan(1)
+    assert "grpo, ranks that learn: tiny:addition, 3 processes, DDP" in said
+    assert "grpo, ranks that sample: tiny:addition, one process" in said
+    learns, samples = said.split("ranks that sample:")
+    assert "optimizer" in learns and "KV cache" not in learns and "KV cache" in samples and "optimizer" not in samples
+    with pytest.raises(UserError, match="sampler_ranks 4 of 4 processes leaves none to learn"):
+        plan(4)
+
+
+def test_the_scaling_model_splits_a_launch_by_hand(monkeypatch):
+    """Sampling costs three times what learning does: of four GPUs three sample, and a step takes as long as each side does."""
+    monkeypatch.syspath_prepend(str(REPO / "bench"))
+    import scaling
+    import scaling_roles
+
+    load, driver = scaling.Load(answers=24, group=2, prompt=100, answer=300), scaling.Driver(reward_seconds=0.0, network=1e12)
+    hardware = scaling.Hardware(nvlink=1e30, flops=8 * 1e6 * 24 * 400, mfu=1.0)  # a GPU's share in a second
+    rate = 24 * 300 / 3.0  # and its answers drawn in three
+    free = scaling.Driver(**{**asdict(driver), "bytes_per_token": 0.0})
+    found = scaling_roles.sides("m", SHAPE, Held(), Launch(cuda=True, bf16=True, world=4, per_node=4), load, hardware, free, rate)
+    assert found.samplers == 3 and found.in_turn_s == pytest.approx(4.0)
+    assert (found.sample_s, found.learn_s) == (pytest.approx(4.0), pytest.approx(4.0)) and found.times_faster == pytest.approx(1.0)
+    half = scaling_roles.split("m", SHAPE, Held(), Launch(cuda=True, bf16=True, world=4, per_node=4), 2, load, hardware, free, rate)
+    assert half == (pytest.approx(6.0), pytest.approx(2.0), pytest.approx(4e6 / 25e9 + 2 * 4e6 / 1e12))
 
 
 # ------------------------------------------------------------------------------------------------------------- two processes

@@ -33,7 +33,7 @@ class Far:
         self._sent: set[int] = set()  # models of which samplers have something
         self._learners: dict[int, tuple[int, int]] = {}  # by version: the model, and its number there
         self._saved_by: dict[str, int] = {}
-        self._noted: set[tuple[int, float, bool]] = set()
+        self._noted: dict[int, set[tuple[float, bool]]] = {}  # by version: ways in which it is drawn from
         opened: Future = Future()
         self._crew.queue.put((self._number, OPEN, (self._number, settings), (), opened))
         opened.result()
@@ -159,6 +159,7 @@ class Far:
             self._note(arguments[1], [request.params for _, _, request in arguments[2].arrived])
         elif verb == "forget_version":
             self._learners.pop(arguments[0], None)
+            self._noted.pop(arguments[0], None)
         self._queue(verb, arguments, future)
 
     def _note(self, version_id: int, params: Sequence[SamplingParams]) -> None:
@@ -166,11 +167,11 @@ class Far:
         owner = self._learners.get(version_id)
         if owner is None:
             return
-        new = []
+        new, known = [], self._noted.setdefault(version_id, set())
         for one in params:
-            how = (version_id, one.temperature, one.top_k != -1 or one.top_p < 1)
-            if how not in self._noted:
-                self._noted.add(how)
+            how = (one.temperature, one.top_k != -1 or one.top_p < 1)
+            if how not in known:
+                known.add(how)
                 new.append(one)
         if new:
             self._near("note_drawn", (*owner, new), (), Future())

@@ -13,14 +13,19 @@ import torch
 
 from rl.errors import UserError
 from rl.ranks import distributed
+from rl.types.checked import whole
 
 _SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 
 
 @dataclass(frozen=True)
 class Role:
-    """What this process does. `bridge`: of the driver (rank 0 there) and the samplers; None on learners that do not drive."""
+    """What this process does. `bridge`: of the driver (rank 0 there) and the samplers; None on learners that do not drive.
 
+    `samplers`: how many there are.
+    """
+
+    samplers: int
     samples: bool
     bridge: distributed.Members | None
 
@@ -40,7 +45,16 @@ def called() -> str:
 
 def check_roles(sampler_ranks: int) -> None:
     """UserError where this launch cannot spare so many processes for sampling."""
+    whole("sampler_ranks", sampler_ranks, "a whole number of processes, 0 where all learn and sample", least=0)
     if not sampler_ranks:
+        return
+    have = 0 if _taken is None else _taken.samplers
+    if (_taken is not None or distributed.world() > 1) and have != sampler_ranks:
+        raise UserError(
+            f"sampler_ranks {sampler_ranks} comes too late: a script's first service says how many of its processes sample, which is "
+            f"{have} here. Give all its services the same"
+        )
+    if _taken is not None:
         return
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == 1:
@@ -82,7 +96,7 @@ def take_role(sampler_ranks: int, timeout_seconds: float) -> Role | None:
         distributed.begin_world(side, mine, int(os.environ["WORLD_SIZE"]), timeout_seconds)
     else:
         os.environ.pop("LOCAL_RANK", None)  # it is a process by itself, as if started without a launcher
-    _taken = Role(samples, bridge)
+    _taken = Role(sampler_ranks, samples, bridge)
     return _taken
 
 
