@@ -12,7 +12,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TABLE, PAGE = HERE / "results" / "architectures.csv", HERE.parent / "docs" / "architectures.md"
+SEEING = HERE / "results" / "architectures_seeing.csv"
 Row = Mapping[str, str]
+SEES = {
+    "exact": "Images, learnt and sampled as the plain model reads them",
+    "text alone": "Text alone, as is said of it above; an image is refused by name",
+    "refused": "Refused by name, for neither their images nor a class of their text alone is known",
+}
 BACK = {"resume": "resume", "reload": "transformers", "adapter": "PEFT"}
 
 HEAD = """# Architectures
@@ -44,8 +50,8 @@ def read(path: Path = TABLE) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The whole page."""
+def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
+    """The whole page. `seeing`: the rows of models that see."""
     built = [row for row in rows if row["parameters"]]
     trained = [row for row in built if _layouts(row)]
     sampled = [row for row in built if row["sampler"].startswith("exact")]
@@ -63,7 +69,16 @@ def page(rows: Sequence[Row]) -> str:
         lines += [f"* `{row['architecture']}`, {what}: {_reason(said)}" for what, said in which.items() if said]
     lines += ["", OTHERWISE, "", "## Not built", ""]
     lines += [f"* `{row['architecture']}`: {_reason(row['class'])}" for row in rows if not row["parameters"]]
+    lines += ["", *_seeing(seeing)] if seeing else []
     return "\n".join(lines) + "\n"
+
+
+def _seeing(rows: Sequence[Row]) -> list[str]:
+    """Of `python bench/architectures_seeing.py`."""
+    kinds = {kind: [f"`{row['architecture']}`" for row in rows if row["images"].startswith(kind)] for kind in SEES}
+    others = [f"* `{row['architecture']}`: {row['images']}" for row in rows if not row["images"].startswith(tuple(SEES))]
+    head = ["## Models that see", "", f"{len(rows)} vision-language architectures (`bench/architectures_seeing.py`).", ""]
+    return [*head, *(f"* {SEES[kind]}, {len(names)}: {', '.join(names)}" for kind, names in kinds.items()), *others]
 
 
 def _columns(row: Row) -> list[str]:
@@ -100,7 +115,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page(read()))
+    PAGE.write_text(page(read(), read(SEEING)))
     print(f"{PAGE.name} written, {len(read())} architectures")
 
 

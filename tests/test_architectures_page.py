@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_page_is_what_the_table_says():
-    assert (ROOT / "docs" / "architectures.md").read_text() == pages.page(pages.read()), "write it anew: python bench/architectures_page.py"
+    text = pages.page(pages.read(), pages.read(pages.SEEING))
+    assert (ROOT / "docs" / "architectures.md").read_text() == text, "write it anew: python bench/architectures_page.py"
 
 
 def test_counts_and_layouts_are_those_of_the_cells():
@@ -33,6 +34,14 @@ def test_counts_and_layouts_are_those_of_the_cells():
     for row in rows:
         if row not in exact or not row[at["sampler"]].startswith("exact"):
             assert f"* `{row[0]}`" in said, row[0]
+
+
+def test_models_that_see_stand_in_one_list_each():
+    cells = {"a": "exact", "b": "text alone", "c": "refused: x", "d": "WRONG: learner 1 nats"}
+    rows = [{"architecture": name, "images": said} for name, said in cells.items()]
+    text = pages.page([], rows).split("## Models that see")[1]
+    assert "4 vision-language" in text and "* `d`: WRONG" in text
+    assert [line.split(": ")[1] for line in text.splitlines() if ", 1: " in line] == ["`a`", "`b`", "`c`"]
 
 
 def test_what_is_wrong_is_never_called_exact():

@@ -1,0 +1,93 @@
+"""Every vision-language architecture of transformers: are its images exact, is it trained on text alone, or refused by name?
+
+    python bench/architectures_seeing.py     # into results/architectures_seeing.csv and docs/architectures.md; a minute
+
+Columns: `images`: "exact" where the learner's logprobs of rows without, with one and with three images of several sizes, in one batch, and
+those of samples, are the plain model's on one sequence alone (1e-4 nats, tiny random models of tests/seeing.py); "text alone" where its
+text part is a row of architectures.csv and an image is refused by name; "refused: why". The exit code is 1 if a row says WRONG.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)
+sys.path.append(str(HERE.parent / "tests"))
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from seeing import FAMILIES, alone, tiny  # noqa: E402
+from test_images import datum, learnt, of_logits, rows  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
+
+from bench.architectures_page import SEEING  # noqa: E402
+from bench.architectures_page import main as write_page  # noqa: E402
+from rl.errors import UserError  # noqa: E402
+from rl.images import reader_of  # noqa: E402
+from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
+from rl.models.vision import model_class  # noqa: E402
+from rl.ranks.launch import make_accelerator  # noqa: E402
+from rl.renderers import get_renderer  # noqa: E402
+from rl.sampler import Engine, Request, make_decoder  # noqa: E402
+from rl.types import ModelInput, SamplingParams  # noqa: E402
+
+NEAR = 1e-4
+
+
+def measured(name: str) -> str:
+    loaded, _ = tiny(name)
+    reader = reader_of(loaded.model)
+    assert reader is not None
+    prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
+    learner = Learner(loaded, make_accelerator(bf16=False), LearnerSettings())
+    expected = [of_logits(alone(loaded.model, reader, one), one) for one in prompts]
+    pairs = zip(learnt(learner, [datum(one) for one in prompts]), expected, strict=True)
+    off = {"learner": max(float(np.abs(mine - right).max()) for mine, right in pairs)}
+    engine = Engine(make_decoder(loaded.model), loaded.eos_token_ids, max_context=1024)
+    for i, one in enumerate(prompts):
+        params = SamplingParams(max_tokens=9)
+        engine.add(Request(prompt=one.flat(), images=one.placed(), num_samples=2, params=params, problem=i))
+    drawn = []
+    for one, response in zip(prompts, engine.run(), strict=True):
+        for sequence in response.sequences:
+            if reader.image_token_id not in sequence.tokens:  # the model alone has no image for it
+                whole = ModelInput.of([*one.flat(), *sequence.tokens], one.placed())
+                right = of_logits(alone(loaded.model, reader, whole), whole)[-len(sequence.tokens) :]
+                drawn.append(float(np.abs(np.array(sequence.logprobs) - right).max()))
+    off["sampler"] = max(drawn)
+    wrong = [f"{side} {by:.2g} nats" for side, by in off.items() if not by <= NEAR]
+    return f"WRONG: {', '.join(wrong)}" if wrong else "exact"
+
+
+def images_of(name: str) -> str:
+    if name in FAMILIES:
+        return measured(name)
+    try:
+        model_class(SimpleNamespace(model_type=name, vision_config=None))
+    except UserError as error:
+        return f"refused: {error}"
+    return "text alone"
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    found = {name: images_of(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)}
+    with SEEING.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([("architecture", "images"), *found.items()])
+    for name, said in found.items():
+        print(f"{name:24} {said[:100]}")
+    write_page()
+    sys.exit(any(said.startswith("WRONG") for said in found.values()))
+
+
+if __name__ == "__main__":
+    main()
