@@ -50,10 +50,10 @@ GAMES = {
     # found within floor(log2 8) + 1 guesses, the environment's own limit
     "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
     # three operators and two tries: excluding is enough, reading the failing test is better
-    "debugging": Game({}, "careful", "correct", 0.95, 18, episodes=1200, warm_up=600, warm_up_batch=32, held_out=128),
-    # what the rule plays is imperfect, one move of five, so that there is something left to sharpen
+    "debugging": Game({}, "careful", "correct", 0.95, 18, episodes=1000, warm_up=400, warm_up_batch=32, held_out=128),
+    # what the rule plays is imperfect, one move of ten, so that there is something left to sharpen
     "tic_tac_toe": Game(
-        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 60000, warm_up=1600, steps=80, groups=16,
+        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 50000, warm_up=800, steps=40, groups=16,
         held_out=512, rows=2000, model="tiny:ascii", rate=8e-4,
     ),
 }
@@ -74,28 +74,30 @@ temperature: 1.0
 """
 
 
-def untrained(name: str, game: Game, seed: int) -> float:
-    """The metric of the model as it is built."""
+def untrained(name: str, settings: dict, metric: str, max_tokens: int, model: str, seed: int, turns: int = 100) -> float:
+    """The metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
-    from rl.environments import EnvironmentGroup, resolve_environment
+    from rl.environments import EnvironmentGroup, Limits, resolve_environment
     from rl.episodes import group_metrics, rollout
     from rl.renderers import get_renderer
     from rl.types import Problem, SamplingParams
 
-    settings = {key: value == "True" if value in ("True", "False") else value for key, value in game.settings.items()}
     spec = resolve_environment(name, **settings)
+    rows = spec.make().rows("test", 64)
     with ServiceClient(seed=seed) as service:
-        client = service.create_full_training_client(game.model, seed=seed)
+        client = service.create_full_training_client(model, seed=seed)
         renderer = get_renderer("plain", client.get_tokenizer())
-        builders = [EnvironmentGroup(spec, Problem((), {"seed": 10**6 + i}, index=i), 1, renderer) for i in range(64)]
+        problems = [Problem((), {"seed": 10**6 + i, **row}, index=i) for i, row in enumerate(rows)]
+        builders = [EnvironmentGroup(spec, problem, 1, renderer, limits=Limits(turns=turns)) for problem in problems]
         sampler = client.save_weights_and_get_sampling_client()
-        groups = rollout(builders, sampler, SamplingParams(max_tokens=game.max_tokens), seed=seed).groups
-    return group_metrics(groups)[f"env/all/{game.metric}"]
+        groups = rollout(builders, sampler, SamplingParams(max_tokens=max_tokens), seed=seed).groups
+    return group_metrics(groups)[f"env/all/{metric}"]
 
 
 def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
     """One row: the whole way from nothing to the bar."""
-    before = untrained(name, game, seed)
+    plain = {key: value == "True" if value in ("True", "False") else value for key, value in game.settings.items()}
+    before = untrained(name, plain, game.metric, game.max_tokens, game.model, seed)
     data = folder / f"{name}.jsonl"
     words = [word for key, value in game.settings.items() for word in (f"--environment.{key}", str(value))]
     command = [sys.executable, "-m", "rl.environments.played", name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]

@@ -2,9 +2,10 @@
 
     python bench/wrapper_learning.py textarena --seeds 0 1 2 --out bench/results/wrapper_learning.csv
 
-textarena: its GuessTheNumber of 1 to 8 in four guesses, from random weights; the bar is the share of games won.
-reasoning_gym: its chain_sum by curriculum (--curriculum success over two levels), after a few steps of supervised learning on rows of
-the easier one; the bar is the share of right answers over both.
+textarena: its GuessTheNumber of 1 to 8 in four guesses, after a few steps of SFT on games in which half of the guesses halve what is left
+and the others are any number; the bar is the share of games won.
+reasoning_gym: its chain_sum by curriculum (--curriculum success over two levels), after a few steps of SFT on rows of the easier one;
+the bar is the share of right answers over both.
 """
 
 from __future__ import annotations
@@ -12,64 +13,119 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import random
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-FIELDS = ("task", "seed", "what", "bar", "untrained", "trained", "passes", "steps", "seconds", "command")
+sys.path.insert(0, str(REPO))
+FIELDS = ("task", "seed", "what", "bar", "untrained", "after warm-up", "trained", "passes", "steps", "seconds", "command")
+MODEL = "tiny:ascii-small"
 
-GUESS = (
-    "grpo --base-model tiny:ascii --environment textarena --environment.game GuessTheNumber-v0 --environment.no_rules "
-    "--environment.brackets --max-turns 6 --environment-rows 400 --eval-limit 64 --max-tokens 1 --batch-size 6 --group-size 8 "
-    "--learning-rate 2e-3 --save-every 0 --rollouts-every 0 --quiet"
-)
-SUMS = (
-    "grpo --base-model tiny:ascii --environment reasoning_gym --environment.task chain_sum --environment.levels 2 "
-    "--curriculum success --curriculum-up 0.6 --curriculum-window 3 --environment-rows 2000 --eval-limit 64 --max-tokens 3 "
-    "--batch-size 8 --group-size 8 --learning-rate 1e-3 --save-every 0 --rollouts-every 0 --quiet"
-)
-TASKS = {
-    "textarena": (GUESS, ["--environment.config", '{"min_number": 1, "max_number": 8, "max_turns": 4}'], "won", 0.3, 30),
-    "reasoning_gym": (SUMS, [], "correct", 0.3, 60),
+SETTINGS = {
+    "textarena": {  # it counts the guesses from 0: 3 are four of them
+        "game": "GuessTheNumber-v0",
+        "rules": False,
+        "brackets": True,
+        "config": '{"min_number": 1, "max_number": 8, "max_turns": 3}',
+    },
+    "reasoning_gym": {"task": "chain_sum", "levels": 2},
 }
 
 
-def rows_of_sums(path: Path, count: int) -> None:
-    """Right answers to the easier level, of seeds that training does not meet."""
+@dataclass(frozen=True)
+class Task:
+    """`first`: steps of SFT. `words`: of GRPO, beside the environment's own."""
+
+    metric: str
+    bar: float
+    max_tokens: int
+    first: int
+    steps: int
+    words: str
+    rows: int = 3000
+
+
+TASKS = {
+    "textarena": Task(
+        "won", 0.9, 1, 200, 60,
+        "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
+    ),
+    "reasoning_gym": Task(
+        "correct", 0.5, 4, 300, 60,
+        "--curriculum success --curriculum-up 0.7 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 8 "
+        "--advantage mean_std --learning-rate 5e-4",
+    ),
+}  # fmt: skip
+
+
+def games(count: int, seed: int) -> Iterator[dict]:
+    """Games of textarena as conversations: half of the guesses halve what is left, the others are any number."""
+    from rl.environments import resolve_environment
+
+    spec, draw = resolve_environment("textarena", **SETTINGS["textarena"]), random.Random(seed)
+    for episode in range(count):
+        game = spec.make()
+        game.seed, game.member, game.row, game.rng = 10**7 + 10**5 * seed + episode, 0, {}, random.Random(0)
+        turn, messages, low, high = game.start(), [], 1, 8
+        while not turn.done:
+            heard = str(turn.messages)
+            guess = messages[-1]["content"] if messages else ""
+            if "higher" in heard:
+                low = max(low, int(guess) + 1)
+            elif "lower" in heard:
+                high = min(high, int(guess) - 1)
+            said = str((low + high) // 2 if draw.random() < 0.5 else draw.randint(1, 8))
+            messages += [{"role": "user", "content": heard}, {"role": "assistant", "content": said}]
+            turn = game.step(messages[-1])
+        yield {"messages": messages}
+
+
+def sums(count: int, seed: int) -> Iterator[dict]:
+    """Right answers to the easier level, of a generator that training does not meet."""
     import reasoning_gym
 
     curriculum = reasoning_gym.factory.create_curriculum("chain_sum")
     curriculum.set_global_level(0)
-    data = reasoning_gym.factory.DATASETS["chain_sum"][0](curriculum.generate_configuration({"seed": 12345, "size": count}))
-    with path.open("w") as file:
-        for item in data:
-            file.write(json.dumps({"prompt": item["question"], "response": item["answer"], "answer": item["answer"]}) + "\n")
+    data = reasoning_gym.factory.DATASETS["chain_sum"][0](curriculum.generate_configuration({"seed": 12345 + seed, "size": count}))
+    for item in data:
+        yield {"messages": [{"role": "user", "content": item["question"]}, {"role": "assistant", "content": str(item["answer"])}]}
 
 
 def run(task: str, seed: int, steps: int | None) -> dict:
-    words, more, figure, bar, default = TASKS[task]
-    steps = steps or default
+    from bench.environments import untrained
+
+    one, settings = TASKS[task], SETTINGS[task]
+    steps = steps or one.steps
+    begin = time.perf_counter()
+    before = untrained(task, settings, one.metric, one.max_tokens, MODEL, seed, turns=6)
+    words = " ".join(f"--environment.{name} {shlex.quote(str(value))}" for name, value in settings.items())
+    more = "--eval-limit 128 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear --warmup-steps 5 --quiet"
+    line = f"grpo --environment {task} {words} {one.words} --max-tokens {one.max_tokens} {more} --steps {steps} --eval-every {steps}"
     with tempfile.TemporaryDirectory() as scratch:
-        folder, first = Path(scratch) / "run", []
-        begin = time.perf_counter()
-        if task == "reasoning_gym":
-            rows_of_sums(Path(scratch) / "sums.jsonl", 2000)
-            sft = f"sft --base-model tiny:ascii --dataset {scratch}/sums.jsonl --response-column response --steps 60 --batch-size 32"
-            sft += f" --learning-rate 2e-3 --eval-every 0 --save-every 0 --seed {seed} --output-dir {scratch}/sft --quiet"
-            subprocess.run([sys.executable, "train.py", *sft.split()], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
-            first = ["--base-model", f"{scratch}/sft"]
-        command = [*words.split(), *more, "--steps", str(steps), "--eval-every", str(steps), "--seed", str(seed), *first]
-        subprocess.run([sys.executable, "train.py", *command, "--output-dir", str(folder)], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - begin
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    values = [row[f"test/env/all/{figure}"] for row in rows if f"test/env/all/{figure}" in row]
-    untrained, trained = values[0], values[-1]
-    shown = f"train.py {words} {' '.join(map(repr, more))} --steps {steps} --seed {seed}"
-    found = (task, seed, figure, bar, untrained, trained, untrained < bar <= trained, steps, round(seconds), shown)
-    return dict(zip(FIELDS, found, strict=True))
+        rows = Path(scratch) / "rows.jsonl"
+        rows.write_text("".join(json.dumps(row) + "\n" for row in (games if task == "textarena" else sums)(one.rows, seed)))
+        form = f"sft --base-model {MODEL} --dataset {rows} --steps {one.first} --batch-size 32 --learning-rate 3e-3 --schedule cosine"
+        form += f" --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {scratch}/sft --quiet"
+        train(form)
+        train(f"{line} --base-model {scratch}/sft --seed {seed} --output-dir {scratch}/run")
+        found = [json.loads(text) for text in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
+    values = [row[f"test/env/all/{one.metric}"] for row in found if f"test/env/all/{one.metric}" in row]
+    passes = before < one.bar <= values[-1]
+    shown = f"python bench/wrapper_learning.py {task} --seeds {seed} --steps {steps}"
+    figures = [round(value, 4) for value in (before, values[0], values[-1])]
+    row = (task, seed, one.metric, one.bar, *figures, passes, steps, round(time.perf_counter() - begin), shown)
+    return dict(zip(FIELDS, row, strict=True))
+
+
+def train(line: str) -> None:
+    subprocess.run([sys.executable, "train.py", *shlex.split(line)], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

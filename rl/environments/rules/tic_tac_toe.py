@@ -88,8 +88,8 @@ def steady_player(board: str, draw: random.Random) -> int:
 
 
 def careful_player(board: str, draw: random.Random) -> int:
-    """Steady four times of five, else random."""
-    return (steady_player if draw.random() < 0.8 else random_player)(board, draw)
+    """Steady nine times of ten, else random."""
+    return (steady_player if draw.random() < 0.9 else random_player)(board, draw)
 
 
 def careless_player(board: str, draw: random.Random) -> int:
