@@ -15,6 +15,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,10 +64,12 @@ def run(words: str, processes: int = 1, **env: str) -> None:
 
 
 def accuracy(folder: Path) -> float:
-    found = folder / "found.json"
-    run(f"evaluate.py {folder}/checkpoints/{folder.name.partition('-')[0]}-final/model --dataset addition --reward exact_match --limit 512 "
-        f"--renderer plain --temperature 1 --max-tokens 4 --output {found}")  # fmt: skip
-    return float(json.loads(found.read_text())["correct"])
+    with tempfile.TemporaryDirectory() as alone:  # away from the run, whose environment would be asked instead
+        weights, found = Path(alone, "model"), Path(alone, "found.json")
+        shutil.copytree(folder / "checkpoints" / f"{folder.name.partition('-')[0]}-final" / "model", weights)
+        run(f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --renderer plain --temperature 1 --max-tokens 4 "
+            f"--output {found}")  # fmt: skip
+        return float(json.loads(found.read_text())["correct"])
 
 
 def main() -> None:
