@@ -1,10 +1,10 @@
 """Samples a second of one training loop in four forms, on the same work: who samples and who learns, together, in turn or side by side.
 
-    python bench/roles.py --out bench/results/roles.csv              # three seeds, about forty minutes on two cores
+    python bench/roles.py --out bench/results/roles.csv              # three seeds, some forty minutes on two cores
 
-The work: two-digit sums from a policy that answers badly (trained on noisy answers first), 8 answers to each of 16 sums a step, rewards
-that take a log-normal time (mean 0.25 s, sigma 1; `instant`: none). Every form trains on equally many samples; accuracy is of sampled
-answers to 512 held-out sums afterwards. Samples a second are over all steps but the first five.
+The work: two-digit sums from a policy that answers badly (trained on noisy answers first, once), 8 answers to each of 16 sums a step,
+rewards that take a log-normal time (mean 0.25 s, sigma 1; `instant`: none). Every form trains on equally many samples; accuracy is of
+sampled answers to 512 held-out sums afterwards. Samples a second are over all steps but the first five.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,11 +29,11 @@ from rl.environments import Environment, Turn  # noqa: E402
 
 GROUPS, SIZE, SKIPPED = 16, 8, 5
 LATE = "--max-steps-off-policy 1"
-FORMS = {  # processes, words
-    "synchronous, one process": (1, ""),
-    "synchronous, two processes": (2, ""),
-    "asynchronous, one process": (1, LATE),
-    "one samples, one learns": (2, f"{LATE} --sampler-ranks 1"),
+FORMS = {  # by a short name: in words, processes, flags
+    "one": ("synchronous, one process", 1, ""),
+    "roles": ("one samples, one learns", 2, f"{LATE} --sampler-ranks 1"),
+    "two": ("synchronous, two processes", 2, ""),
+    "late": ("asynchronous, one process", 1, LATE),
 }
 
 
@@ -63,31 +64,37 @@ def run(words: str, processes: int = 1, **env: str) -> None:
 
 
 def accuracy(folder: Path) -> float:
-    found = folder / "found.json"
-    run(f"evaluate.py {folder}/checkpoints/{folder.name.partition('-')[0]}-final/model --dataset addition --reward exact_match --limit 512 "
-        f"--renderer plain --temperature 1 --max-tokens 4 --output {found}")  # fmt: skip
-    return float(json.loads(found.read_text())["correct"])
+    with tempfile.TemporaryDirectory() as alone:  # away from the run, whose environment would be asked instead
+        weights, found = Path(alone, "model"), Path(alone, "found.json")
+        shutil.copytree(folder / "checkpoints" / f"{folder.name.partition('-')[0]}-final" / "model", weights)
+        run(f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --renderer plain --temperature 1 --max-tokens 4 "
+            f"--output {found}")  # fmt: skip
+        return float(json.loads(found.read_text())["correct"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--first-steps", type=int, default=500, help="of supervised training, before")
+    parser.add_argument("--first-steps", type=int, default=500, help="of supervised training, before: one policy for all seeds and forms")
+    parser.add_argument("--start", type=Path, help="the folder of that training's run, where it has been done")
     parser.add_argument("--work", nargs="+", choices=["slow", "instant"], default=["slow", "instant"])
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
-        for seed in args.seeds:
-            start = Path(home, f"sft-{seed}")
+        start = args.start or Path(home, "sft-0")
+        if args.start is None:
             run(f"train.py sft --base-model tiny:addition --lora-rank 0 --dataset addition:noise=0.7,from=4 --learning-rate 3e-3 "
                 f"--schedule cosine --warmup-steps 30 --beta2 0.99 --steps {args.first_steps} --batch-size 256 --max-tokens 4 "
-                f"--eval-every 0 --save-every 0 --rollouts-every 0 --quiet --seed {seed} --output-dir {start}")  # fmt: skip
-            before = accuracy(start)
+                f"--eval-every 0 --save-every 0 --rollouts-every 0 --quiet --output-dir {start}")  # fmt: skip
+        before = accuracy(start)
+        for seed in args.seeds:
             for work in args.work:
-                for number, (form, (processes, words)) in enumerate(FORMS.items()):
-                    folder = Path(home, f"grpo-{seed}-{work}-{number}")
+                for name in args.forms:
+                    form, processes, words = FORMS[name]
+                    folder = Path(home, f"grpo-{seed}-{work}-{name}")
                     run(f"train.py grpo --base-model {start}/checkpoints/sft-final/model --lora-rank 0 --steps {args.steps} "
                         f"--batch-size {GROUPS} --group-size {SIZE} --max-tokens 4 --temperature 1 --learning-rate 1e-3 --eval-every 0 "
                         f"--save-every 0 --rollouts-every 0 --quiet --no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
@@ -112,7 +119,9 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
             rate = rates.get((row["work"], row["seed"], f"synchronous, {processes}"))
             row[f"times_synchronous_{processes.replace(' ', '_')}"] = round(row["samples_per_second"] / rate, 2) if rate else ""
     with out.open("w", newline="") as file:
-        file.write(f"# python {' '.join(sys.argv)}\n")
+        # A start that was given is what the line makes without it.
+        words = [word for i, word in enumerate(sys.argv) if "--start" not in (word, sys.argv[i - 1])]
+        file.write(f"# python {' '.join(words)}\n")
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -1,6 +1,6 @@
 """A script's plain loop, with whatever ranks it was started on; what it drew and what became of the weights goes to found.json.
 
-    python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK
+    python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK SAMPLER_KIND
 """
 
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl import ServiceClient, types
-from rl.clients import WorkerSettings
+from rl import ServiceClient
+from rl.clients import SamplerSettings, WorkerSettings
 from rl.sampler import Request
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
@@ -40,9 +40,10 @@ def datums(samples: list) -> list[Datum]:
     return found
 
 
-def main(out: Path, sampler_ranks: int, lora: int) -> None:
+def main(out: Path, sampler_ranks: int, lora: int, kind: str) -> None:
     found: dict = {}
-    with ServiceClient(output_dir=out / "run", seed=3, settings=WorkerSettings(sampler_ranks=sampler_ranks, timeout_seconds=60)) as service:
+    settings = WorkerSettings(sampler_ranks=sampler_ranks, timeout_seconds=60, sampler=SamplerSettings(kind=kind))
+    with ServiceClient(output_dir=out / "run", seed=3, settings=settings) as service:
         made = service.create_lora_training_client("tiny:addition", rank=lora, seed=2) if lora else service.create_full_training_client(
             "tiny:addition", seed=1)  # fmt: skip
         first = sampler = made.save_weights_and_get_sampling_client()
@@ -73,5 +74,4 @@ def main(out: Path, sampler_ranks: int, lora: int) -> None:
 
 
 if __name__ == "__main__":
-    assert types
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -271,13 +271,13 @@ def ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [0, 4])
-def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora):
+@pytest.mark.parametrize(("lora", "kind"), [(0, "auto"), (4, "auto"), (0, "hf"), (4, "hf")])
+def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind):
     found = []
     for world, samplers in ((1, 0), (2, 1)):
         out = tmp_path / str(world)
         out.mkdir()
-        launch = ranks.start(str(out), str(samplers), str(lora), cwd=tmp_path, world=world, script=CASE)
+        launch = ranks.start(str(out), str(samplers), str(lora), kind, cwd=tmp_path, world=world, script=CASE)
         assert launch.wait(120) == [0] * world, launch.output()
         found.append(json.loads((out / "found.json").read_text()))
     one, two = found
@@ -365,3 +365,43 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, how,
     assert launch.codes[0] not in (None, 0), launch.output()
     said = " ".join(launch.output(0).replace("│", " ").split())
     assert "sampler rank 0 (rank 1 of the launch) (process" in said and says in said
+
+
+FAULTY = """
+import runpy, sys
+sys.path.insert(0, {repo!r})
+from types import SimpleNamespace
+from rl.clients import landing
+real = landing.Landing.take
+def take(self, piece):
+    if {fault!r} == "nothing arrives":
+        self.decoder = SimpleNamespace(load_=lambda named: None)
+    elif {fault!r} == "a tensor is left out":
+        piece = landing.Piece.of([part for part in piece.parts if "layers.1.mlp.down_proj" not in part[0]])
+    real(self, piece)
+def end_landing(self, version_id):
+    self.landings[version_id].decoder = self.decoders[self.landings[version_id].manifest.model_id][0]
+    return ended(self, version_id)
+ended = landing.Hangar.end_landing
+landing.Landing.take = take
+if {fault!r} == "nothing arrives":
+    landing.Hangar.end_landing = end_landing
+sys.argv[0] = {train!r}
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("nothing arrives", "the hand-over delivers nothing"), ("a tensor is left out", "hand-over of version 0 is not whole: 1 tens")],
+)
+def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_step(ranks, tmp_path, fault, says):
+    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(repo=str(REPO), train=str(REPO / "train.py"), fault=fault))
+    words = f"{LINE} {LATE} --sampler-ranks 1 --output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
+    launch = ranks.start(*words.split(), cwd=tmp_path, world=2, script=str(script))
+    assert launch.wait(120)[0] not in (None, 0)
+    assert says in " ".join(launch.output(0).replace("│", " ").split()), launch.output()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
