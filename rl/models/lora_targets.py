@@ -69,7 +69,7 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
     """Matrices that were asked for and get no adapter, since no linear layer holds them: how many numbers, by name.
 
     Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and their routers; the last layer of a
-    state space (see `_read_as_numbers`).
+    state space (see `_read_as_numbers`); what PEFT would not find again (see `_read_under_other_names`).
     """
     linear, adapted = {name for name, _ in _linear(model)}, set(stacked_experts(model)) if lora.train_experts else set()
     missed = {}
@@ -86,16 +86,17 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
 def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
     from transformers.pytorch_utils import Conv1D
 
-    read_as_numbers = set(_read_as_numbers(model))
+    none = {*_read_as_numbers(model), *_read_under_other_names(model)}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers and _gives_one_tensor(module):
+        if isinstance(module, nn.Linear | Conv1D) and name not in none and _gives_one_tensor(module):
             yield name, module
 
 
 def _gives_one_tensor(module: nn.Module) -> bool:
     """Whether a layer with a forward of its own may give what a linear layer does, to which an adapter's is added.
 
-    Llama 4's router gives a pair. Layers that take more than rows of numbers (DeepSeek V4's, of groups) are left to PEFT.
+    Llama 4's router gives a pair; DeepSeek V4's grouped layers take no rows of numbers, of which an adapter would make something else.
+    A layer that takes more than one argument is left to PEFT.
     """
     if not type(module).__module__.startswith("transformers.models.") or type(module).forward is nn.Linear.forward:
         return True
@@ -103,8 +104,10 @@ def _gives_one_tensor(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             return isinstance(module(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)), Tensor)
-    except (RuntimeError, ValueError, TypeError, IndexError):
+    except TypeError:
         return True
+    except (RuntimeError, ValueError, IndexError):
+        return False
 
 
 def _read_as_numbers(model: Any) -> Iterator[str]:
@@ -112,6 +115,19 @@ def _read_as_numbers(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         if {"A_log", "D"} <= {own for own, _ in module.named_parameters(recurse=False)}:
             yield from (f"{name}.{own}" for own in ("out_proj", "dt_proj") if isinstance(getattr(module, own, None), nn.Linear))
+
+
+def _read_under_other_names(model: Any) -> Iterator[str]:
+    """Linear layers whose adapters PEFT would not find again, since transformers renames what it reads (Laguna's shared experts)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    for name, module in model.named_modules() if renamings else ():
+        if isinstance(module, nn.Linear) and rename_source_key(f"{name}.weight", renamings, converters)[0] != f"{name}.weight":
+            yield name
 
 
 # Parts of a vision-language model that are no part of its text model, by the names that architectures give them.
