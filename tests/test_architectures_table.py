@@ -11,9 +11,10 @@ from bench import architectures_saved as saved
 from bench.tiny_models import tiny_model
 from rl.learner import packing, saving
 from rl.learner.learner import Learner
-from rl.models import load
+from rl.models import load, lora_targets
 from rl.ranks.launch import make_accelerator
 from rl.sampler.cache_slots import SlotState
+from rl.types import LoraConfig
 
 # Full, sliding, chunked, ALiBi and learned positions; experts; linear attention, state space, convolutions.
 DOZEN = ("llama", "gpt2", "mistral", "gemma2", "llama4_text", "bloom", "qwen3_moe", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2", "mamba")
@@ -102,3 +103,20 @@ def test_a_weight_that_is_read_otherwise_turns_a_row_red(monkeypatch):
     monkeypatch.setattr(saved, "_plain", faulty)
     found = table.saved(tiny_model("llama"))
     assert found["resume"] == "exact" and found["reload"].startswith("WRONG") and found["adapter"].startswith("WRONG")
+
+
+@pytest.mark.parametrize("name", ["laguna", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
+def test_layers_whose_adapters_would_not_come_back_get_none(name):
+    """Laguna's shared experts, which transformers renames as it reads them, and DeepSeek V4's grouped layers: counted as left out."""
+    model = tiny_model(name)
+    none = {key for key in lora_targets.left_out(model, LoraConfig()) if "shared_experts" in key or "o_a_proj" in key}
+    assert none and not {key.removesuffix(".weight") for key in none} & set(lora_targets.targets(model, LoraConfig()))
+    assert table.saved(model)["adapter"] == "exact"
+
+
+def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
+    """CPM-Ant's names none."""
+    model = tiny_model("cpmant")
+    assert not hasattr(model.config, "eos_token_id") and load.eos_token_ids(model, None) == ()
+    saving.write_model(model, None, tmp_path / "m")
+    assert load.load_model(str(tmp_path / "m")).eos_token_ids == ()

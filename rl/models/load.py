@@ -172,7 +172,7 @@ def _check_vocabulary(model: Any, tokenizer: Any | None, name: str) -> None:
 def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """The union of every end-of-sequence id that tokenizer, model config and generation config name."""
     ids: set[int] = set()
-    sources = [model.config.get_text_config().eos_token_id]
+    sources = [getattr(model.config.get_text_config(), "eos_token_id", None)]  # some configs have none (CPM-Ant's)
     if getattr(model, "generation_config", None) is not None:
         sources.append(model.generation_config.eos_token_id)
     if tokenizer is not None:

@@ -71,7 +71,8 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
     """Matrices that were asked for and get no adapter, since no linear layer holds them: how many numbers, by name.
 
     Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and their routers; layers whose weights are
-    read past them (see `_read_as_numbers`); layers of groups (see `_gives_rows`).
+    read past them (see `_read_as_numbers`); layers of groups (see `_gives_rows`); what PEFT would not find again (see
+    `_read_under_other_names`).
     """
     linear, adapted = {name for name, _ in _linear(model)}, set(stacked_experts(model)) if lora.train_experts else set()
     missed = {}
@@ -88,16 +89,17 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
 def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
     from transformers.pytorch_utils import Conv1D
 
-    read_as_numbers = set(_read_as_numbers(model))
+    none = {*_read_as_numbers(model), *_read_under_other_names(model)}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name not in read_as_numbers and _gives_rows(module):
+        if isinstance(module, nn.Linear | Conv1D) and name not in none and _gives_rows(module):
             yield name, module
 
 
 def _gives_rows(module: nn.Module) -> bool:
     """Whether a layer with a forward of its own makes rows [1, out] of rows [1, in], so that an adapter's can be added to them.
 
-    Llama 4's router gives a pair; DeepSeek V4's `o_a_proj` reads groups of rows, each with its own part of the weight.
+    Llama 4's router gives a pair; DeepSeek V4's `o_a_proj` reads groups of rows, each with its own part of the weight. A layer that takes
+    more than one argument is left to PEFT.
     """
     if not type(module).__module__.startswith("transformers.models.") or type(module).forward is nn.Linear.forward:
         return True
@@ -105,7 +107,9 @@ def _gives_rows(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             given = module(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device))
-    except (RuntimeError, ValueError, TypeError, IndexError):
+    except TypeError:
+        return True
+    except (RuntimeError, ValueError, IndexError):
         return False
     return isinstance(given, Tensor) and given.shape == (1, weight.shape[0])
 
@@ -131,6 +135,21 @@ def _reads(kind: type, own: str) -> bool:
         return f"self.{own}.weight" in inspect.getsource(kind)
     except (OSError, TypeError):
         return False
+
+
+def _read_under_other_names(model: Any) -> Iterator[str]:
+    """Linear layers whose adapters PEFT would not find again, since transformers renames what it reads (Laguna's shared experts)."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # a transformers that renames nothing, or by other means
+        return
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    for name, module in model.named_modules() if renamings else ():
+        if isinstance(module, nn.Linear) and rename_source_key(f"{name}.weight", renamings, converters)[0] != f"{name}.weight":
+            yield name
 
 
 # Parts of a vision-language model that are no part of its text model, by the names that architectures give them.
