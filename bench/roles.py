@@ -28,7 +28,7 @@ from rl.data.addition import is_test  # noqa: E402
 from rl.environments import Environment, Turn  # noqa: E402
 
 GROUPS, SIZE, SKIPPED = 16, 8, 5
-LATE = "--max-steps-off-policy 1"
+LATE = "--max-steps-off-policy 3"
 FORMS = {  # by a short name: in words, processes, flags
     "one": ("synchronous, one process", 1, ""),
     "roles": ("one samples, one learns", 2, f"{LATE} --sampler-ranks 1"),
