@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rl.errors import UserError
-from rl.models.stored import shape_of
+from rl.models.stored import in_folder, shape_of
 
 # Buffers that older versions of transformers wrote and that are computed now: they say nothing that the config does not.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|position_ids|masked_bias|attn\.bias)$")
@@ -56,7 +57,21 @@ def load_whole(model_class: Any, source: str, name: str, **how: Any) -> Any:
     with readable(name), without_bars():
         model, found = model_class.from_pretrained(source, output_loading_info=True, **how)
     check_names(name, found["missing_keys"], found["unexpected_keys"])
+    if how.get("device_map") != "meta":
+        _keep_padding(model, Path(source))
     return model
+
+
+def _keep_padding(model: Any, folder: Path) -> None:
+    """The row of a padding token as the files have it: Youtu's class puts zeros there as it reads, which a tied head writes as well."""
+    for name, module in model.named_modules():
+        row = module.padding_idx if isinstance(module, nn.Embedding) else None
+        if row is None or module.weight.is_meta or module.weight[row].any():
+            continue
+        stored = in_folder(folder, [f"{name}.weight"]) if folder.is_dir() else None
+        if stored is not None:
+            with torch.no_grad():
+                module.weight[row] = stored[f"{name}.weight"][row].to(module.weight.dtype)
 
 
 def check_whole_folder(folder: Path) -> None:
