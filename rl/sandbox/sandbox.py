@@ -83,9 +83,9 @@ class Sandbox:
         """Verdicts of `tests` on a program. `early_stop`: after the first failure the rest is skipped, for rewards of all or nothing.
         `cache`: the same program and tests under the same limits are graded once: who asks for it meanwhile waits."""
         limits = limits or self.limits
-        if not cache:
+        key = _key(program, tests, limits, early_stop) if cache else None
+        if key is None:
             return self._grade(program, tests, limits, early_stop)
-        key = _key(program, tests, limits, early_stop)
         with self._lock:
             graded = self._under_way.get(key)
             mine = graded is None and key not in self._cache
