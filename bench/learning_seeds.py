@@ -32,7 +32,6 @@ TESTS = {
     "rlhf": "test_reward_model.py::test_rlhf_raises_the_learned_reward_and_the_true_one",
     "offline": "test_offline.py::test_it_improves_on_the_behaviour_policy_from_mixed_rollouts",
     "null_controls": "test_null_controls.py::test_only_true_rewards_raise_accuracy",
-    "games": "test_games_learn.py::test_guessing_within_as_few_guesses_as_halving_needs_is_learnt",
     "own_answers": "test_own_answers.py::test_addition_is_learnt_from_ones_own_answers",
 }
 
