@@ -30,7 +30,7 @@ from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E
 TABLE, PICTURE, PAGE = RESULTS / "staleness.csv", RESULTS / "staleness.png", REPO / "docs" / "corrections.md"
 STEPS, STALENESS = 200, (0, 1, 4, 8)
 CORRECTIONS = {
-    "none": "",
+    "none": "--proximal sampler",
     "truncate": "--correction truncate --correction-high 2",
     "icepop": "--correction icepop --correction-low 0.5 --correction-high 2",
     "mask, geometric": "--correction mask --correction-level geometric --correction-low 0.8 --correction-high 1.25",

@@ -212,6 +212,18 @@ def test_an_interpolated_proximal_policy(loss):
     assert float(added) == pytest.approx(0.5 * float(alone), rel=1e-12), "a KL is weighted by what drew the tokens"
 
 
+@pytest.mark.parametrize(
+    ("words", "so"),
+    [("--max-steps-off-policy 2", True), ("", False), ("--max-steps-off-policy 2 --proximal sampler", False),
+     ("--max-steps-off-policy 2 --proximal learner", False), ("--max-steps-off-policy 2 --correction truncate", False),
+     ("--max-steps-off-policy 2 --truncated-is 2", False), ("--max-steps-off-policy 2 --loss importance_sampling", False),
+     ("--max-steps-off-policy 2 --loss cispo", False), ("--max-steps-off-policy 2 --loss cispo --proximal interpolated", True)],
+)  # fmt: skip
+def test_it_is_the_default_for_the_loss_that_was_measured(words, so):
+    run = read(f"grpo --dataset addition {words}".split(), METHODS, RECIPE, RunSettings)
+    assert run.stages[-1].settings.interpolates == so
+
+
 def test_what_one_version_drew_is_of_one_age():
     fields = {"target_tokens": np.arange(3), "logprobs": np.zeros(3), "advantages": np.ones(3), "mask": np.array([0.0, 1, 1])}
     datums = [Datum(ModelInput.from_ints(range(3)), fields, version=version) for version in (4, 3, 1)]

@@ -152,7 +152,7 @@ class PolicyGradient:
             datums, before = corrected_datums(
                 models, datums, correction(how), against_learner=how.against_learner, temperature=settings.sampling.temperature
             )
-        if settings.correction.proximal == "interpolated":
+        if settings.interpolates:
             datums = with_proximal_share(datums, models.policy.version)
         if pg.normalise == "sequence_means":
             datums = weighted_by_sequence(datums)

@@ -132,6 +132,13 @@ class GrpoSettings:
         given = self.optim.learning_rate
         return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
 
+    @property
+    def interpolates(self) -> bool:
+        """Whether ratios are taken against the proximal policy by tokens' age; the default for PPO's loss where they are old (measured)."""
+        how, plain = self.correction, self.policy_gradient.truncated_is is None and self.correction.correction == "none"
+        late = self.flow.max_steps_off_policy > 0 and self.policy_gradient.loss == "ppo"
+        return how.proximal == "interpolated" or (how.proximal is None and plain and late)
+
 
 def check_flow(settings: GrpoSettings) -> None:
     """ValueError where what is asked of the flow does not go with what else is asked for."""

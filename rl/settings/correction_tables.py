@@ -22,7 +22,7 @@ class CorrectionSettings:
     correction_high: Annotated[float, Range(1, 1e6, why="a ratio, such as 2")] = 2.0
     """Ratios above this are outside, such as 2 for tokens, 1.01 for geometric means."""
     proximal: Literal["sampler", "learner", "interpolated"] | None = None
-    """What the loss takes its ratios against, and clips around: the sampler's logprobs, or the learner's before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298); interpolated: that, approximated between the sampler's and the learner's as it is by the token's age, without a forward (AReaL's log-linear approximation). By default the learner's where tokens are weighed, else the sampler's."""
+    """What the loss takes its ratios against, and clips around: the sampler's logprobs, or the learner's before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298); interpolated: that, approximated between the sampler's and the learner's as it is by the token's age, without a forward (AReaL's log-linear approximation). By default the learner's where tokens are weighed, interpolated under max_steps_off_policy with the loss ppo and no correction (docs/corrections.md), else the sampler's."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
