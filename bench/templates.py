@@ -1,6 +1,7 @@
 """Each family's chat template in 200 random conversations: how many prompts, answers and next turns were compared, none of them different.
 
     python bench/templates.py             # into results/templates.csv; templates beyond those of the data folder come with the package trl
+    python bench/templates.py --only gemma4 glm4moe    # some; their rows replace those that are there
 
 The comparison is that of tests/test_templates.py. Columns: `prompts` equal to apply_chat_template token for token; `forged`: where a
 special token stood in somebody's text, `answers` read back as they were rendered (thoughts and calls where `read back` says so), `bridged`
@@ -41,16 +42,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", "data")), help="folder with tokenizers/")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "templates.csv")
+    parser.add_argument("--only", nargs="+", help="families, by their names in the table")
     asked = parser.parse_args()
-    rows = []
-    for name, source in [*((name, "tokenizer") for name in FOLDER), *((name, "trl") for name in PACKAGE)]:
-        rows.append(row(name, source, asked.data / "tokenizers"))
-        print(*(f"{key} {value}" for key, value in rows[-1].items()), sep="  ", flush=True)
+    every = [*((name, "tokenizer") for name in FOLDER), *((name, "trl") for name in PACKAGE)]
+    rows: dict[tuple[str, str], dict[str, object]] = {}
+    if asked.only and asked.out.is_file():
+        with asked.out.open(newline="") as file:
+            rows = {(one["family"], one["template"]): dict(one) for one in csv.DictReader(file)}
+    for name, source in every:
+        if asked.only and name not in asked.only:
+            continue
+        rows[name, source] = row(name, source, asked.data / "tokenizers")
+        print(*(f"{key} {value}" for key, value in rows[name, source].items()), sep="  ", flush=True)
         with asked.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows)
-    sys.exit(any(str(one["outcome"]).startswith("DIFFERENT") for one in rows))
+            writer.writerows(rows[key] for key in every if key in rows)
+    sys.exit(any(str(one["outcome"]).startswith("DIFFERENT") for one in rows.values()))
 
 
 if __name__ == "__main__":
