@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--first-steps", type=int, default=500, help="of supervised training, before: one policy for all seeds and forms")
+    parser.add_argument("--first-steps", type=int, default=750, help="of supervised training, before: one policy for all seeds and forms")
     parser.add_argument("--start", type=Path, help="the folder of that training's run, where it has been done")
     parser.add_argument("--work", nargs="+", choices=["slow", "instant"], default=["slow", "instant"])
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
@@ -86,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         start = args.start or Path(home, "sft-0")
         if args.start is None:
-            run(f"train.py sft --base-model tiny:addition --lora-rank 0 --dataset addition:noise=0.7,from=4 --learning-rate 3e-3 "
+            run(f"train.py sft --base-model tiny:addition --lora-rank 0 --dataset addition:noise=0.7,from=7 --learning-rate 3e-3 "
                 f"--schedule cosine --warmup-steps 30 --beta2 0.99 --steps {args.first_steps} --batch-size 256 --max-tokens 4 "
                 f"--eval-every 0 --save-every 0 --rollouts-every 0 --quiet --output-dir {start}")  # fmt: skip
         before = accuracy(start)
@@ -96,7 +96,8 @@ def main() -> None:
                     form, processes, words = FORMS[name]
                     folder = Path(home, f"grpo-{seed}-{work}-{name}")
                     run(f"train.py grpo --base-model {start}/checkpoints/sft-final/model --lora-rank 0 --steps {args.steps} "
-                        f"--batch-size {GROUPS} --group-size {SIZE} --max-tokens 4 --temperature 1 --learning-rate 1e-3 --eval-every 0 "
+                        f"--batch-size {GROUPS} --group-size {SIZE} --max-tokens 4 --temperature 1 --learning-rate 5e-4 --schedule linear "
+                        f"--warmup-steps 10 --advantage mean_std --eval-every 0 "
                         f"--save-every 0 --rollouts-every 0 --quiet --no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
                         f"--environment-isolation thread --seed {seed} --output-dir {folder} {words}",
                         processes, PYTHON_ROLES_MEAN_SECONDS="0.25" if work == "slow" else "0")  # fmt: skip
