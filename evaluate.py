@@ -93,7 +93,7 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
         data = replace(data, data_format="auto", prompt_column="prompt", answer_column="answer", response_column=None, dataset_config=None)
     if reward is not None:
         data = replace(data, reward=reward, rewards=())
-    data, sampling = override((data, sampling), args.others)
+    data, sampling = override((data, sampling), args.others, vars(args))
     own = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
     temperature = own if args.temperature is None else args.temperature
     return data, sampling, SamplingParams(args.max_tokens or sampling.max_tokens, temperature=temperature)

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
     weights = open_weights(args.weights, args.checkpoint)
     data = weights.stage.settings.data if weights.stage else DataSettings()
     sampling = weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
-    data, sampling = override((data, sampling), args.others)
+    data, sampling = override((data, sampling), args.others, vars(args))
     temperature = sampling.temperature if args.temperature is None else args.temperature
     data = replace(data, system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt) or None)
     console = Console(highlight=False, soft_wrap=True)

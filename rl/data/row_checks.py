@@ -93,7 +93,8 @@ class RowCheck:
         if self.limit is not None and length > self.limit:
             raise self.limits.beyond_context(
                 f"{where} does not fit: {what} {length} tokens, the model's context holds "
-                f"{self.limit}; shorten or leave out the row" + (", or lower --max-tokens" if samples else "")
+                f"{self.limit}; shorten the row, or leave such rows out with --on-too-long skip"
+                + (", or lower --max-tokens" if samples else "")
             )
 
     def _longest(self, problem: Problem, where: str) -> int:

@@ -133,7 +133,7 @@ class Sft(EvaluatesRows):
 def response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:
     """A row's prompt and response as one sequence; the response's tokens (and its end) carry weight 1, of a text without a prompt all."""
     if row.response is None:
-        raise ValueError(f"row {row.index} of {row.tag} has no response to learn: name its column with --response-column")
+        raise ValueError(f"row {row.index} of {row.tag} has no response to learn: its cell is empty, or its column is to be named with --response-column")
     if not row.messages:
         tokens = renderer.build_text(row.response).to_ints()
         return supervised_datum(tokens, [1.0] * len(tokens))

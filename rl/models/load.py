@@ -73,7 +73,8 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0, 
     try:
         model = load_whole(class_of(source), source, base_model, dtype=dtype, **_attention())
     except OSError as error:
-        raise UserError(f"cannot load the model {base_model!r}{_offline()}: {error}") from error
+        here = f"; there is no folder {base_model} here either" if "/" in base_model and not local else ""
+        raise UserError(f"cannot load the model {base_model!r}{_offline()}{here}: {error}") from error
     found = load_tokenizer(tokenizer or source, required=tokenizer is not None)
     _check_vocabulary(model, found, base_model)
     give_eyes(model, found, source)

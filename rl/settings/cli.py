@@ -250,14 +250,17 @@ def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe:
     return Run(run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None)
 
 
-def override(sections: Sequence[Any], words: Sequence[str]) -> tuple[Any, ...]:
-    """Sections of settings with the flags in `words` over what they hold. SettingsError where one is none of theirs, or is wrong."""
+def override(sections: Sequence[Any], words: Sequence[str], own: Collection[str] = ()) -> tuple[Any, ...]:
+    """Sections of settings with the flags in `words` over what they hold. SettingsError where one is none of theirs, or is wrong.
+
+    `own`: flags that a script has beside them, for "did you mean".
+    """
     problems: list[str] = []
     left, flags = split_flags(words, problems)
     problems += [f"{word!r} is one word too many: flags begin with two dashes" for word in left]
     classes: list[Any] = [type(section) for section in sections]
     tables = [fields_of(cls) for cls in classes]
-    found = _resolve_flags(with_dots(flags), {key for table in tables for key in table}, {}, problems)
+    found = _resolve_flags(with_dots(flags), {*own, *(key for table in tables for key in table)}, {}, problems)
     built = []
     for section, table in zip(sections, tables, strict=True):
         given = {key: value for key, value in found.items() if key in table}
@@ -306,7 +309,7 @@ def parse(
             _help([token for token in argv if token not in HELP_WORDS], methods, default_recipe, options, environments)
         return read(argv, methods, default_recipe, options)
     except SettingsError as error:
-        named = [word for word in split_flags(argv, [])[0] if word in methods]
+        named = [word for word in split_flags(argv, [])[0] if word in {*methods}]  # not in methods: that would import one's own again
         help_pages.fail(error.problems, see=" ".join(["python train.py", *named[:1], "--help"]))
 
 
