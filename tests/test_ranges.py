@@ -35,7 +35,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "0": {
         **dict.fromkeys(
             ("lora_rank", "warmup_steps", "weight_decay", "grad_clip_norm", "eval_every", "save_every", "rollouts_every",
-             "dynamic_sampling", "max_steps_off_policy",
+             "dynamic_sampling", "max_steps_off_policy", "sampler_ranks",
              "overlong_share", "overlong_penalty", "cut_off_penalty", "kl_coef", "other_reward_weight", "entropy_coef", "value_coef",
              "label_smoothing", "centre_coef", "cql_coef", "reward_threshold", "router_aux_loss_coef"), _OFF),
         "seed": "a seed like any other",
