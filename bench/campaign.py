@@ -73,6 +73,7 @@ PARTS = (
     Part("learning_seeds", "the tests that learn, with three seeds: every figure past its bar, and by how much", "learning_seeds.py"),
     Part("architectures", "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong", "architectures.py"),
     Part("merges", "every causal LM of transformers, tiny: an adapter merged and read back, or refused", "merges.py", ("tables",)),
+    Part("staleness", "GRPO on tokens 0, 1, 4 and 8 updates old under each correction, three seeds: accuracy", "staleness.py"),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
     Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
