@@ -1,6 +1,6 @@
 """Everything that takes minutes: the default recipe with three seeds, and peers side by side. `make campaign`.
 
-    make campaign                                   # all parts whose peers are installed; about an hour on two cores
+    make campaign                                   # all parts whose peers are installed; about two hours on two cores
     make campaign ARGS="--list"                     # what there is
     make campaign ARGS="--only default_recipe"      # one part (may be given several times)
     make campaign ARGS="--install"                  # first makes .venv-bench with TRL in it
