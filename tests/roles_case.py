@@ -70,6 +70,10 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str) -> None:
         fresh = made.save_weights_and_get_sampling_client()
         made.optim_step(AdamParams(learning_rate=0.0))
         fresh.sample(ModelInput.from_ints([3]), 1, top).result()
+        made.save_weights_and_get_sampling_client()  # nobody waits for it: on its way as the service closes
+    with ServiceClient(output_dir=out / "later", seed=3, settings=settings) as later:
+        other = later.create_full_training_client("tiny:addition-small", seed=1)
+        found["a later service"] = drawn(other.save_weights_and_get_sampling_client(), 4)
     (out / "found.json").write_text(json.dumps(found))
 
 

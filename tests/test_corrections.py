@@ -252,9 +252,10 @@ def test_settings_that_mean_nothing_are_refused(method, words, message):
     assert message in " ".join(error.value.problems).replace("-", "_").replace("correction_is", "correction is")
 
 
-def test_truncated_is_and_a_correction_are_one_thing():
+@pytest.mark.parametrize("other", ["--correction mask", "--proximal learner", "--max-steps-off-policy 1 --proximal interpolated"])
+def test_truncated_is_and_a_correction_are_one_thing(other):
     with pytest.raises(SettingsError) as error:
-        read("grpo --truncated-is 2 --correction mask".split(), METHODS, RECIPE, RunSettings)
+        read(f"grpo --truncated-is 2 {other}".split(), METHODS, RECIPE, RunSettings)
     assert "give one of the two" in str(error.value.problems)
 
 

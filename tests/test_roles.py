@@ -3,6 +3,7 @@
 import json
 import queue
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ import torch
 from rank_server import REPO, Ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
 
-from rl.clients.crew import OPEN, Samplers
+from rl.clients.crew import OPEN, Gone, Samplers
 from rl.clients.far import Far
 from rl.clients.landing import Landing, Piece, Staged, raw_bytes
 from rl.clients.settings import WorkerSettings
@@ -161,6 +162,48 @@ def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
     for future in (fresh, waits):
         assert "out of memory" in str(future.exception())
     assert counter.empty()
+
+
+def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
+    far, counter, near = between
+    far._crew.leave = lambda number, timeout: counter.put((number, "leave", (number,), (), Future()))
+    fresh = put(far, "snapshot", 0, 5)
+    leaving = threading.Thread(target=far.leave, args=(30,))
+    leaving.start()
+    near.pop()[2].set_result(staged())
+    assert [counter.next() for _ in range(3)] == ["begin_landing 5", "land 5", "end_landing 5"] and fresh.done()
+    leaving.join(10)
+    assert counter.next() == "leave 0"
+    put(far, "snapshot", 0, 6)
+    begin = time.monotonic()
+    far.leave(0.2)  # what never comes is not waited for longer than asked
+    assert 0.2 <= time.monotonic() - begin < 5 and counter.next() == "leave 0"
+
+
+def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
+    far, counter, near = between
+    fresh = put(far, "snapshot", 0, 5)
+    near.pop()[2].set_result(staged())
+    counter.get_nowait()[-1].set_exception(RuntimeError("arrived other than they were sent"))
+    assert "other than they were sent" in str(fresh.exception()) and counter.next() == "forget_version 5"
+    put(far, "snapshot", 0, 6)
+    assert near.pop()[:2] == ("stage", (0, True)), "what is frozen never came"
+
+
+def test_a_model_is_forgotten_after_what_was_staged_of_it(between):
+    far, counter, near = between
+    put(far, "snapshot", 0, 5)
+    forgotten: Future = Future()
+    assert not far.put("forget_model", (0,), (), forgotten), "the learners forget it as well"
+    near.pop()[2].set_result(staged())
+    forgotten.set_result(None)
+    assert [counter.next(), counter.next()] == ["begin_landing 5", "forget_model 0"]
+
+
+def test_a_verb_of_a_service_that_was_left_is_an_error_and_no_dead_rank():
+    gone = Gone(None, 3)
+    with pytest.raises(RuntimeError, match="begin_landing came after its service"):
+        gone.begin_landing(1, None)
 
 
 def test_learners_are_told_once_how_is_drawn_from_their_weights(between):

@@ -214,7 +214,7 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     commands = [shlex.split(text) for text in shown["commands"]]
     assert [words[:2] for words in commands] == [["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "export")]
     assert all(words[2] == str(folder) for words in commands) and commands[-1][-1] == "--merge"
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name == "LOCAL_RANK"]:
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_")) or name == "LOCAL_RANK"]:
         monkeypatch.delenv(name)
     launched = ["accelerate", "launch"]
     for mark, started in ((None, ["python"]), ("ACCELERATE_MIXED_PRECISION", launched), ("LOCAL_RANK", launched)):

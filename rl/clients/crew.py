@@ -43,7 +43,7 @@ class Desk:
 
     def worker(self, service: int, verb: str) -> Any:
         """What executes a verb of that service."""
-        return self if verb in (OPEN, LEAVE) else self._workers[service]
+        return self if verb in (OPEN, LEAVE) else self._workers.get(service) or Gone(self.objects, service)
 
     def open_service(self, service: int, settings: WorkerSettings) -> str:
         """Makes its worker; the device it computes on."""
@@ -57,6 +57,16 @@ class Desk:
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
         return parts[0]
+
+
+class Gone:
+    """In the place of a worker whose service has been closed: a verb that comes too late is an error, and no dead rank."""
+
+    def __init__(self, objects: distributed.ObjectGroup, service: int):
+        self.objects, self._service = objects, service
+
+    def __getattr__(self, verb: str) -> Any:
+        raise RuntimeError(f"{verb} came after its service ({self._service}) was closed")
 
 
 class FarDesk:

@@ -7,6 +7,7 @@ is. So a script's loop is the same with and without such ranks: its futures only
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,7 +44,15 @@ class Far:
         return self._crew.thread.is_alive()
 
     def leave(self, timeout: float) -> None:
+        """Once what is on its way has arrived: nobody would know the service that it names."""
+        until = time.monotonic() + timeout
+        while self.alive and time.monotonic() < until and self._on_the_way():
+            time.sleep(0.01)
         self._crew.leave(self._number, timeout)
+
+    def _on_the_way(self) -> bool:
+        with self._lock:
+            return bool(self._arriving)
 
     def put(self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future) -> bool:
         """Takes a verb that is not (only) the learners'; whether it was one."""
@@ -60,7 +69,8 @@ class Far:
             self._then("reach", (), arguments[0], future, lambda _, done: self._load(arguments, done))
         else:
             if verb == "forget_model":
-                self._queue(verb, arguments, Future())
+                # once the learners did: what they stage of it before has begun to land by then
+                future.add_done_callback(lambda _: self._queue(verb, arguments, Future()))
                 self._sent.discard(arguments[0])
             elif verb in ("save_state", "save_for_sampler"):
                 self._saved_by[str(Path(arguments[1]).resolve())] = arguments[0]
@@ -80,7 +90,7 @@ class Far:
 
     def _snapshot(self, model_id: int, version_id: int, after: tuple[Future, ...], future: Future) -> None:
         first = model_id not in self._sent
-        self._sent.add(model_id)
+        future.add_done_callback(lambda found: self._sent.add(model_id) if found.exception() is None else None)
         self._then("stage", (model_id, first), version_id, future, lambda staged, done: self._hand_over(staged, version_id, done), after)
 
     def _then(
@@ -97,7 +107,10 @@ class Far:
             if (error := found.exception()) is not None:
                 future.set_exception(error)
                 return
-            go(found.result(), future)
+            try:
+                go(found.result(), future)
+            except Exception as failed:  # in a callback nobody else would hear of it
+                future.set_exception(failed)
 
         here.add_done_callback(went)
         self._near(verb, arguments, after, here)
@@ -111,10 +124,13 @@ class Far:
         self._queue("begin_landing", (version_id, staged.manifest()), begun)
 
     def _next_piece(self, before: Future, pieces: Iterator[Piece], version_id: int, future: Future) -> None:
-        if (error := before.exception()) is not None:
+        try:
+            before.result()
+            piece = next(pieces, None)
+        except BaseException as error:  # in a callback nobody else would hear of it
+            self._queue("forget_version", (version_id,), Future())  # and with it what has landed
             future.set_exception(error)
             return
-        piece = next(pieces, None)
         if piece is None:
             self._queue("end_landing", (version_id,), future)
             return

@@ -131,6 +131,10 @@ class Hangar(Drawing):
         self.shells.pop(model_id, None)
         self.decoders.pop(model_id, None)
 
+    def forget_version(self, version_id: int) -> None:
+        self.landings.pop(version_id, None)
+        super().forget_version(version_id)
+
     def begin_landing(self, version_id: int, manifest: Manifest) -> None:
         """Weights are about to come. The first time a model does, its frozen base is read from where the learners have it from."""
         begun = time.perf_counter()

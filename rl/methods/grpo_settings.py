@@ -121,8 +121,8 @@ class GrpoSettings:
         check_compared(self, self.policy_gradient.group_size)
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
             raise ValueError("dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out")
-        if self.policy_gradient.truncated_is is not None and self.correction.active:
-            raise ValueError("truncated_is is correction truncate with that correction_high: give one of the two")
+        if self.policy_gradient.truncated_is is not None and (self.correction.active or self.correction.proximal == "interpolated"):
+            raise ValueError("truncated_is is correction truncate with that correction_high: give one of the two, and no proximal beside it")
         if self.correction.proximal == "interpolated" and not self.flow.max_steps_off_policy:
             raise ValueError("proximal interpolated goes by the age of tokens, which is 0 in every run but one with max_steps_off_policy")
         only_with(self.policy_gradient, ("kl_discount",), self.kl.kl_in == "reward", "kl_in is loss", "set kl_in to reward")

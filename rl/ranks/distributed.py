@@ -266,7 +266,13 @@ def all_or_none(device: torch.device) -> Iterator[None]:
 def meeting_place(timeout_seconds: float) -> tuple[Any, int, int]:
     """(a store that all processes of the launch share, this one's rank in it, how many there are), before any world has begun."""
     found = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds))  # type: ignore[operator]
-    return next(iter(found))
+    try:
+        return next(iter(found))
+    except RuntimeError as error:  # torch's of the store
+        raise RankLost(
+            f"not all processes of the launch were there within {timeout_seconds:g} s ({str(error).splitlines()[0]}): look at what the "
+            "others said last, or raise --timeout"
+        ) from error
 
 
 def corner(store: Any, name: str) -> Any:

@@ -96,5 +96,5 @@ def resume_command(folder: Path) -> str:
 
 def _launcher() -> str:
     """As this process was started: launchers leave their mark in the environment, by which accelerate's own reads its config again."""
-    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(name.startswith("ACCELERATE_") for name in os.environ)
     return "accelerate launch" if launched else "python"

@@ -27,6 +27,14 @@ from rl.sandbox.styles import Dialogues, Tests
 _CACHED = 10_000  # grades kept
 
 
+class _UnderWay:
+    """A program that is being graded for the first time; the grade once it `ended`, if it came to one."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.grade: Grade | None = None
+
+
 class Sandbox:
     """Programs in a sandbox. Safe to use from any number of threads; `workers` programs run at a time, a core each (default: all cores).
 
@@ -51,7 +59,7 @@ class Sandbox:
         self._sessions = 0
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Grade] = OrderedDict()
-        self._under_way: dict[str, threading.Event] = {}  # being graded for the first time; set once it was, whatever came of it
+        self._under_way: dict[str, _UnderWay] = {}  # being graded for the first time; set once it was, whatever came of it
 
     # --------------------------------------------------------------------------------------------------------- verbs
 
@@ -90,21 +98,25 @@ class Sandbox:
             graded = self._under_way.get(key)
             mine = graded is None and key not in self._cache
             if mine:
-                graded = self._under_way[key] = threading.Event()
+                graded = self._under_way[key] = _UnderWay()
         if graded is not None and not mine:  # many answers of a group are often the same program
-            graded.wait()
+            graded.ended.wait()
+            if graded.grade is not None:
+                return dataclasses.replace(graded.grade, cached=True)
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return dataclasses.replace(self._cache[key], cached=True)
         try:
             grade = self._grade(program, tests, limits, early_stop)
+            if mine and graded is not None and not any(reason.startswith("lost") for reason in grade.reasons):
+                graded.grade = grade  # one that took too long is theirs too who waited as long, and nobody's after them
             if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):  # which may go otherwise on another day
                 self._keep(key, grade)
         finally:
             if mine:
                 with self._lock:
-                    self._under_way.pop(key).set()
+                    self._under_way.pop(key).ended.set()
         return grade
 
     def _keep(self, key: str, grade: Grade) -> None:
