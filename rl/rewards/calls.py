@@ -183,7 +183,9 @@ class NotApplicable(TypeError):
     """A reward returned None: it says nothing of this answer. An error where there is no other reward beside it."""
 
     def __init__(self) -> None:
-        super().__init__("reward is None (NoneType), not applicable, and there is no other beside it: --rewards adds up several")
+        super().__init__(
+            "reward is None (NoneType), not applicable, and there is no other beside it (--rewards adds up several): is a return missing?"
+        )
 
 
 def as_result(value: Any) -> RewardResult:

@@ -54,8 +54,8 @@ def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:
     for name, found in held_out.items():
         if found.after is not None:
             results[f"held-out {found.what}, {name}"] = (found.before, found.after)
-        if found.rows is not None:
-            results[f"held-out {found.rows[0].removeprefix('test/')}, {name}"] = found.rows[1:]
+        for of, figures in found.rows.items():
+            results[f"held-out {found.headline}, {name}" + (f", {of}" if of else "")] = figures
         if found.greedy_after is not None:
             results[f"greedy {found.what}, {name}"] = (found.greedy_before, found.greedy_after)
         remarks += [text for text in [found.sharpening()] if text is not None]

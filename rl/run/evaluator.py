@@ -77,7 +77,7 @@ class Evaluator:
         if given.method.headline not in metrics:  # of the held-out rows none has what would be measured
             return {}
         metrics["time/test_rows"] = time.perf_counter() - start
-        self.held_out.note_rows(given.method.headline, metrics[given.method.headline])
+        self.held_out.note_rows(given.method.headline, metrics)
         return metrics
 
     def sampled(self, sampler: SamplingClient) -> dict[str, float]:

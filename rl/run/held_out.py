@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 HELD_OUT = "test/env/all/correct"
 
@@ -16,10 +17,16 @@ class HeldOut:
     greedy_before: float | None = None
     greedy_after: float | None = None
     what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
-    rows: tuple[str, float, float] | None = None  # what the method itself measures: name, before, after
+    headline: str = ""  # what the method itself measures on rows
+    rows: dict[str, tuple[float, float]] = field(default_factory=dict)  # of all ("") and of each set by its name: before, after
 
-    def note_rows(self, name: str, value: float) -> None:
-        self.rows = (name, value if self.rows is None else self.rows[1], value)
+    def note_rows(self, headline: str, metrics: Mapping[str, float]) -> None:
+        """The figure that a method is known by, of all held-out rows and of each set of them."""
+        self.headline = headline.removeprefix("test/")
+        for name, value in metrics.items():
+            if name == headline or (name.startswith("test/") and name.endswith(f"/{self.headline}")):
+                of = name.removeprefix("test/").removesuffix(self.headline).rstrip("/")
+                self.rows[of] = (self.rows.get(of, (value,))[0], value)
 
     def sharpening(self) -> str | None:
         """What an honest reader must know of the gain, if most of it was there for greedy decoding already."""

@@ -96,8 +96,7 @@ def difference(
         for key in dict.fromkeys([*old, *new]):
             if key in ignore or (key in old and key in new and old[key] == new[key]):
                 continue
-            before = show(old[key]) if key in old else "(not set)"
-            after = show(new[key]) if key in new else "(not set)"
+            before, after = (show(one[key]) if key in one and one[key] is not None else "(not set)" for one in (old, new))
             lines.append(f"{prefix}{key} {before} -> {after}")
 
     compare("", saved["options"], asked["options"], options)
