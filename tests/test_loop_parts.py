@@ -110,7 +110,7 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
         return bare_stage(problems=problems, method=Notes(), keeper=keeper, models=models)
 
     first, second = fresh(), fresh()
-    first.evaluator.held_out, first.method.method = HeldOut(0.25, 0.5, 0.3, 0.6, "reward", ("loss", 2.0, 1.0)), {"kl_coef": 0.7}
+    first.evaluator.held_out, first.method.method = HeldOut(0.25, 0.5, 0.3, 0.6, "reward", "loss", {"": (2.0, 1.0)}), {"kl_coef": 0.7}
     for success in (0.9, 0.9, 0.9, 0.9, 0.9):
         if curriculum:
             first.problems.learn(success)

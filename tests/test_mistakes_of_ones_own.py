@@ -48,3 +48,11 @@ def test_several_held_out_sets_are_told_each():
     found = HeldOut()
     found.note_rows("test/rewards/accuracies", {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25})
     assert found.headline == "rewards/accuracies" and found.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
+
+
+def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():
+    was = {"before": 0.25, "what": "reward"}
+    assert HeldOut.of(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOut(0.25, what="reward", headline="loss", rows={"": (2.0, 1.0)})
+    assert HeldOut.of(was | {"rows": None}) == HeldOut(0.25, what="reward")
+    kept = HeldOut(0.25, headline="loss", rows={"msgs": (2.0, 1.0)})
+    assert HeldOut.of(vars(kept)) == kept

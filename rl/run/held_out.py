@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 HELD_OUT = "test/env/all/correct"
 
@@ -19,6 +20,15 @@ class HeldOut:
     what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
     headline: str = ""  # what the method itself measures on rows
     rows: dict[str, tuple[float, float]] = field(default_factory=dict)  # of all ("") and of each set by its name: before, after
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """What a checkpoint holds of it; one that knew a single figure of rows held it as (name, before, after), or None."""
+        found = cls(**state)
+        if not isinstance(found.rows, dict):
+            name, *figures = found.rows or ("",)
+            found.headline, found.rows = name.removeprefix("test/"), {"": (figures[0], figures[1])} if figures else {}
+        return found
 
     def note_rows(self, headline: str, metrics: Mapping[str, float]) -> None:
         """The figure that a method is known by, of all held-out rows and of each set of them."""

@@ -71,7 +71,7 @@ class Saves:
         """Goes on from what `save` wrote of the loop."""
         self.given.method.load_state(state["method"])
         self.in_flight = state.get("in_flight")
-        self.evaluator.held_out = HeldOut(**state["held_out"])
+        self.evaluator.held_out = HeldOut.of(state["held_out"])
         if isinstance(self.given.problems, Curriculum):
             self.given.problems.load_state(state["curriculum"])
         if self.given.opponents is not None:
