@@ -11,6 +11,7 @@ from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import check_supported
 from rl.sampler.engine import Engine
 from rl.sampler.engine_paged import PagedEngine
+from rl.sampler.engine_stepped import SteppedEngine
 from rl.sampler.lengths import length_switch
 from rl.sampler.make import make_base, make_decoder
 from rl.sampler.mixed import MixedDecoder, MixedEngine
@@ -28,6 +29,7 @@ __all__ = [
     "PagedEngine",
     "Request",
     "RoutedEngine",
+    "SteppedEngine",
     "Unsupported",
     "check_supported",
     "frozen_matrices",
