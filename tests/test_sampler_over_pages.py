@@ -3,27 +3,33 @@
 import pytest
 import test_sample_stream as streams
 import test_sampler_engine as engine
-from sampler_models import one_thread  # noqa: F401
+from sampler_models import one_thread, tiny_model  # noqa: F401
 from test_sample_stream import policy  # noqa: F401
 
 from rl.clients import versions
-from rl.sampler import Engine, PagedEngine
+from rl.sampler import Engine, PagedEngine, Request, SteppedEngine, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
+from rl.types import SamplingParams
 
-OTHER = {"test_the_budget_holds_and_rows_wait_for_it"}  # looks into rectangles: the budget in pages is test_sampler_paged.py's
+# These look at rectangles, or at positions that are no whole pages; in pages the budget is test_sampler_paged.py's.
+OTHER = {"test_the_budget_holds_and_rows_wait_for_it", "test_what_can_never_fit_is_an_error_with_numbers"}
 PAGE = 4
+# These count steps, or where samples stand after some; a look of several is one call.
+BY_STEPS = ("no_row_is_decoded_in_vain", "shows_what_is_drawn_so_far", "new_weights_reach_running_samples")
 made = []
 
 
-def over_pages(decoder, *args, **settings):
-    if type(decoder) is not FastDecoder:
-        return Engine(decoder, *args, **settings)
-    made.append(PagedEngine(decoder, *args, page=PAGE, **settings))
-    return made[-1]
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, params=["paged", "stepped"])
 def pages(monkeypatch, request):
+    look = 1 if any(name in request.node.name for name in BY_STEPS) else 3
+
+    def over_pages(decoder, *args, **settings):
+        if type(decoder) is not FastDecoder:
+            return Engine(decoder, *args, **settings)
+        stepped = request.param == "stepped"
+        made.append((SteppedEngine if stepped else PagedEngine)(decoder, *args, page=PAGE, **settings, **({"look": look} if stepped else {})))
+        return made[-1]
+
     if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():
         pytest.skip("the generic decoder keeps no pages")
     for module in (engine, streams, versions):
@@ -31,6 +37,7 @@ def pages(monkeypatch, request):
     yield
     for one in made:  # nothing stays behind but what conversations keep
         tables = one._state.tables
+        assert not tables.rows or one.busy
         held = {page for part in (*tables.rows, *tables.prompts) for page in part.pages}
         assert len(tables.pool.held) - tables.pool.free == len(held)
     made.clear()
@@ -42,3 +49,9 @@ def _of(module):
 
 assert not _of(engine).keys() & _of(streams).keys()
 globals().update(_of(engine) | _of(streams))
+
+
+def test_what_can_never_fit_in_whole_pages_is_an_error_with_numbers():
+    paged = PagedEngine(make_decoder(tiny_model("qwen3")), kv_cache_tokens=51, page=PAGE)
+    with pytest.raises(ValueError, match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51"):
+        paged.add(Request(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))

@@ -71,3 +71,83 @@ def test_the_same_samples_as_the_plain_engine(decoder):
 def test_the_same_samples_as_the_plain_engine_in_many_workloads(decoder):
     waited, _, _ = random_workloads(decoder, range(100, 200))
     assert waited > 20
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral", "qwen3 with adapters", "qwen3 with an adapter on the head", "qwen3, 1500 words"])
+def test_every_family_and_adapters_by_every_look(kind):
+    """Biases, heads of their own, unmerged adapters, vocabularies searched in blocks; groups that share pages, prompts that end within one."""
+    name, _, more = kind.partition(" with ")
+    model = tiny_model(name.split(",")[0], **({"vocab_size": 1500} if "1500" in kind else {}))
+    if more:
+        model = add_lora(model, ["lm_head", "q_proj"] if "head" in more else LORA)
+    decoder = make_decoder(model, kind="fast")
+    requests = [
+        Request(prompt=prompt, num_samples=n, problem=i, params=SamplingParams(max_tokens=14, temperature=0.9))
+        for i, (prompt, n) in enumerate(zip(random_prompts([5, 17, 12, 9]), (4, 3, 1, 5), strict=True))
+    ]
+    expected = answers(Engine(decoder, (3, 4)), requests)
+    for look in (1, 5, 32):
+        engine = SteppedEngine(decoder, (3, 4), page=4, look=look, max_rows=9)
+        same(answers(engine, requests), expected)
+        assert engine.looks <= engine.counters.steps and (look == 1 or engine.looks < engine.counters.steps / 2)
+
+
+def test_in_bfloat16_too():
+    """The same path in half precision: the residual, the norms and the head round where the plain path's do."""
+    decoder = make_decoder(tiny_model("qwen3"), dtype=torch.bfloat16, kind="fast")
+    requests = [Request(prompt=p, num_samples=3, problem=i, params=SamplingParams(max_tokens=12)) for i, p in enumerate(random_prompts([5, 17]))]
+    mine, plain = (answers(engine, requests) for engine in (SteppedEngine(decoder, page=4), Engine(decoder)))
+    together = 0
+    for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
+        n = next((i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b), len(one[0]))
+        np.testing.assert_allclose(one[1][:n], other[1][:n], atol=0.1)
+        together += n
+    assert together > 36  # of 72
+
+
+def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
+    """Nothing is made anew for them: what a captured graph would read has been written."""
+    model = tiny_model("qwen3")
+    decoder = make_decoder(model, kind="fast")
+    engine = SteppedEngine(decoder, page=4)
+    request = Request(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
+    answers(engine, [request])
+    steps, before = engine._steps, {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    decoder.load_(model.named_parameters())
+    same(answers(engine, [request]), answers(Engine(make_decoder(model, kind="fast")), [request]))
+    assert engine._steps is steps and before == {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
+
+
+def test_rows_that_ended_write_to_no_page_of_another(decoder):
+    """Half of the rows stop early, within a look; the pages of all others hold what a look after every step leaves there."""
+    found = []
+    for look in (1, 16):
+        engine = SteppedEngine(decoder, (3, 4, 5, 6, 7, 8), page=4, look=look, kv_cache_tokens=400)
+        for i, prompt in enumerate(random_prompts([6, 11, 9])):
+            engine.add(Request(prompt=prompt, num_samples=4, problem=i, params=SamplingParams(max_tokens=30)))
+        engine.run()
+        engine.add(Request(prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[])))
+        response = engine.run()[0].sequences[0]
+        found.append((response.tokens, response.logprobs))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+
+
+def test_what_is_not_a_number_is_an_error_within_a_look():
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    engine = SteppedEngine(decoder, page=4)
+    engine.add(Request(prompt=[3, 4], params=SamplingParams(max_tokens=20)))
+    engine.step()
+    decoder.load_([("model.norm.weight", torch.full((32,), torch.nan))])
+    with pytest.raises(FloatingPointError, match="diverged"):
+        engine.run()
+
+
+def test_buckets_hold_every_number_of_rows():
+    assert buckets(1) == [1] and buckets(3) == [1, 2, 4] and buckets(24) == [1, 2, 4, 8, 16, 24]
+    for most in range(1, 70):
+        sizes = buckets(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)

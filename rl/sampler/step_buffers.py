@@ -7,7 +7,7 @@ Shapes: R rows (of a bucket), B pages of a table, S positions of a page, G group
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -70,19 +70,29 @@ class StepBuffers:
         made["rows"] = torch.arange(rows + 1, dtype=torch.int32, device=device)
         return cls(**made)
 
+    def first(self, rows: int) -> StepBuffers:
+        """Views of the first rows. Narrowed, since Python's indexing asks a device even of fake tensors."""
+        groups, ways = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
+        counts = {"rows": rows + 1, "starts": groups + 1, "shared_table": groups, "shared_length": groups}
+        whole = {"stops", "at"}
+        views = {field.name: getattr(self, field.name) for field in fields(self)}
+        return StepBuffers(**{
+            name: t if name in whole else t.narrow(ways.get(name, 0), 0, counts.get(name, rows)) for name, t in views.items()
+        })  # fmt: skip
 
-def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, b: StepBuffers, rows: int, width: int, shared: bool) -> None:
+
+def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, buffers: StepBuffers, rows: int, width: int, shared: bool) -> None:
     """One token for each of the first `rows` rows that has not ended. `width`: pages of a table that are read at most.
 
     `kv` [2, pages + 1, S, K, D] of each layer, the last page of no sequence; `rope` [2, positions, D] (`FastForward.rope_table`);
     `shared`: whether there are groups, whose pages are read once for all their rows.
     """
-    a, size, nobody = model.architecture, kv[0].shape[2], kv[0].shape[1] - 1
-    lives, position, skip = b.left[:rows] > 0, b.position[:rows], b.skip[:rows]
-    mine = position - skip
-    page = b.table[:rows].gather(1, (mine // size).unsqueeze(1)).squeeze(1).long().masked_fill(~lives, nobody)
+    a, size, nobody, b = model.architecture, kv[0].shape[2], kv[0].shape[1] - 1, buffers.first(rows)
+    ended, lives, position = b.left < 1, b.left > 0, b.position
+    mine = position - b.skip
+    page = b.table.gather(1, (mine // size).unsqueeze(1)).squeeze(1).long().masked_fill(ended, nobody)
     place, length = position % size, (mine + 1).int()
-    residual, x = model.embed(b.token[:rows]), None
+    residual, x = model.embed(b.token), None
     for i, layer in enumerate(model.layers):
         normed = step.residual_rms(x, residual, layer.norm_in, a.eps)
         qkv = layer.qkv(normed).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
@@ -92,14 +102,13 @@ def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, b: StepBuffers,
         normed = step.residual_rms(x, residual, layer.norm_mlp, a.eps)
         x = layer.down(step.silu_mul(layer.gate_up(normed)))
     hidden = step.residual_rms(x, residual, model.norm_E, a.eps)
-    token, logprob = _draw(model, hidden, b.uniform[:, :rows].index_select(0, b.at).squeeze(0), b.temperature[:rows], b.greedy[:rows])
-    token = torch.where(lives, token, b.token[:rows])
-    b.tokens[:, :rows].index_copy_(0, b.at, token.unsqueeze(0))
-    b.logprobs[:, :rows].index_copy_(0, b.at, logprob.unsqueeze(0))
-    stopped = b.stops[b.stop_row[:rows], token]
-    b.token[:rows].copy_(token)
-    b.position[:rows].add_(lives)
-    b.left[:rows].sub_(lives.long()).masked_fill_(stopped, 0)
+    token, logprob = _draw(model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy)
+    token = torch.where(lives, token, b.token, out=b.token)
+    b.tokens.index_copy_(0, b.at, token.unsqueeze(0))
+    b.logprobs.index_copy_(0, b.at, logprob.unsqueeze(0))
+    stopped = b.stops.view(-1).index_select(0, b.stop_row * b.stops.shape[1] + token)
+    b.position.add_(lives)
+    b.left.sub_(lives.long()).masked_fill_(stopped, 0)
     b.at.add_(1)
 
 
@@ -113,18 +122,15 @@ def _draw(model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tens
 
 def _attend(q: Tensor, kv: Tensor, b: StepBuffers, length: Tensor, width: int, shared: bool) -> Tensor:
     """Each row over its own pages and over its group's, merged by their log-sum-exp; [R, H, D]."""
-    rows = len(q)
-    out, lse = _read(q, kv, b.rows[: rows + 1], None, b.table[:rows, :width], length, 1)
+    out, lse = _read(q, kv, b.rows, None, b.table.narrow(1, 0, width), length, 1)
     if not shared:
         return out
-    groups = max(rows // 2, 1)
-    order, place = b.order[:rows], b.place[:rows]
-    starts, table = b.starts[: groups + 1], b.shared_table[:groups, :width]
-    more, more_lse = _read(q.index_select(0, order), kv, starts, b.group[:rows], table, b.shared_length[:groups], rows)
-    more, more_lse = more.index_select(0, place), more_lse.index_select(0, place)
+    table = b.shared_table.narrow(1, 0, width)
+    more, more_lse = _read(q.index_select(0, b.order), kv, b.starts, b.group, table, b.shared_length, len(q))
+    more, more_lse = more.index_select(0, b.place), more_lse.index_select(0, b.place)
     weight = torch.sigmoid(more_lse - lse).unsqueeze(-1)  # e^a / (e^a + e^b)
     merged = torch.lerp(out.float(), more.float(), weight).to(out.dtype)
-    return torch.where(b.shares[:rows, None, None], merged, out)  # what was read for rows of no group says nothing
+    return torch.where(b.shares.view(-1, 1, 1), merged, out)  # what was read for rows of no group says nothing
 
 
 def _read(
@@ -141,7 +147,7 @@ def _read(
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     out, lse = varlen_attn(
-        q, kv[0], kv[1], starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
+        q, *kv.unbind(0), starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
         num_splits=1, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return out, lse.transpose(0, 1)
