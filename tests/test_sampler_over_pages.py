@@ -32,8 +32,9 @@ def pages(monkeypatch, request):
 
     if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():
         pytest.skip("the generic decoder keeps no pages")
-    for module in (engine, streams, versions):
+    for module in (engine, streams):
         monkeypatch.setattr(module, "Engine", over_pages)
+    monkeypatch.setattr(versions, "make_engine", lambda decoder, cache, **settings: over_pages(decoder, **settings))
     yield
     for one in made:  # nothing stays behind but what conversations keep
         tables = one._state.tables

@@ -147,7 +147,7 @@ def test_what_is_not_a_number_is_an_error_within_a_look():
 
 
 def test_buckets_hold_every_number_of_rows():
-    assert buckets(1) == [1] and buckets(3) == [1, 2, 4] and buckets(24) == [1, 2, 4, 8, 16, 24]
+    assert buckets(1) == [1] and buckets(3) == [1, 2, 4] and buckets(24) == [1, 2, 4, 8, 16, 24] and buckets(1024)[-3:] == [512, 768, 1024]
     for most in range(1, 70):
         sizes = buckets(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)

@@ -7,6 +7,7 @@ responses = engine.run()
 """
 
 from rl.sampler.attention import without_cudnn
+from rl.sampler.choice import make_engine
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import check_supported
 from rl.sampler.engine import Engine
@@ -37,6 +38,7 @@ __all__ = [
     "lower_frozen_",
     "make_base",
     "make_decoder",
+    "make_engine",
     "note_experts",
     "score",
     "without_cudnn",
