@@ -26,8 +26,8 @@ def pages(monkeypatch, request):
     def over_pages(decoder, *args, **settings):
         if type(decoder) is not FastDecoder:
             return Engine(decoder, *args, **settings)
-        stepped = request.param == "stepped"
-        made.append((SteppedEngine if stepped else PagedEngine)(decoder, *args, page=PAGE, **settings, **({"look": look} if stepped else {})))
+        kind, more = (SteppedEngine, {"look": look}) if request.param == "stepped" else (PagedEngine, {})
+        made.append(kind(decoder, *args, page=PAGE, **settings, **more))
         return made[-1]
 
     if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import nullcontext
 
@@ -20,8 +21,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default", "aten.unique_dim.default",
          "aten._unique2.default", "aten.repeat_interleave.Tensor", "aten.lift_fresh.default", "aten.equal.default"}  # fmt: skip
-VIEWS = ("view", "_unsafe_view", "slice", "unsqueeze", "squeeze", "transpose", "t", "split", "select", "detach", "unbind", "empty", "empty_like",
-         "new_empty")  # fmt: skip
+VIEWS = ("view", "_unsafe_view", "slice", "unsqueeze", "squeeze", "transpose", "t", "split", "select", "detach", "unbind", "empty",
+         "empty_like", "new_empty")  # fmt: skip
 FROM_NOTHING = {"empty", "zeros", "ones", "full", "arange", "scalar_tensor", "empty_strided", "rand", "randn"}
 
 
@@ -49,9 +50,7 @@ class Recorder(TorchDispatchMode):
 @pytest.fixture
 def recorder(monkeypatch):
     """Triton's launches stand for what they give: shapes and dtypes, and a count."""
-    from kernels import draw as _  # noqa: F401
     from kernels import draw_triton, step, step_triton
-    import sys
 
     wire = Recorder()
 
@@ -65,7 +64,8 @@ def recorder(monkeypatch):
     like = torch.empty_like
     monkeypatch.setattr(step_triton, "residual_rms", launched("residual_rms", lambda x, residual, weight, eps: like(residual)))
     monkeypatch.setattr(step_triton, "silu_mul", launched("silu_mul", lambda gu: gu.new_empty(*gu.shape[:-1], gu.shape[-1] // 2)))
-    monkeypatch.setattr(step_triton, "rope_append", launched("rope_append", lambda qkv, *rest: qkv.new_empty(len(qkv), rest[-1], qkv.shape[2])))
+    turned = lambda qkv, *rest: qkv.new_empty(len(qkv), rest[-1], qkv.shape[2])  # noqa: E731
+    monkeypatch.setattr(step_triton, "rope_append", launched("rope_append", turned))
     give = lambda x, w, t, u, g: (u.new_empty(len(x), dtype=torch.int64), t.new_empty(len(x)))  # noqa: E731
     monkeypatch.setattr(draw_triton, "draw", launched("draw", give))
     for module in (step, sys.modules["kernels.draw"]):

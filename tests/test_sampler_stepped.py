@@ -73,9 +73,12 @@ def test_the_same_samples_as_the_plain_engine_in_many_workloads(decoder):
     assert waited > 20
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral", "qwen3 with adapters", "qwen3 with an adapter on the head", "qwen3, 1500 words"])
+KINDS = ["qwen2", "llama", "mistral", "qwen3 with adapters", "qwen3 with an adapter on the head", "qwen3, 1500 words"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_family_and_adapters_by_every_look(kind):
-    """Biases, heads of their own, unmerged adapters, vocabularies searched in blocks; groups that share pages, prompts that end within one."""
+    """Biases, heads of their own, unmerged adapters, large vocabularies; groups that share pages, prompts that end within one."""
     name, _, more = kind.partition(" with ")
     model = tiny_model(name.split(",")[0], **({"vocab_size": 1500} if "1500" in kind else {}))
     if more:
@@ -95,7 +98,8 @@ def test_every_family_and_adapters_by_every_look(kind):
 def test_in_bfloat16_too():
     """The same path in half precision: the residual, the norms and the head round where the plain path's do."""
     decoder = make_decoder(tiny_model("qwen3"), dtype=torch.bfloat16, kind="fast")
-    requests = [Request(prompt=p, num_samples=3, problem=i, params=SamplingParams(max_tokens=12)) for i, p in enumerate(random_prompts([5, 17]))]
+    params, prompts = SamplingParams(max_tokens=12), random_prompts([5, 17])
+    requests = [Request(prompt=prompt, num_samples=3, problem=i, params=params) for i, prompt in enumerate(prompts)]
     mine, plain = (answers(engine, requests) for engine in (SteppedEngine(decoder, page=4), Engine(decoder)))
     together = 0
     for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):

@@ -22,7 +22,8 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
             gradient_checkpointing=model.gradient_checkpointing, optimizer=optim.optimizer, router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
         )  # fmt: skip
-        sampler = SamplerSettings(sampling.kv_cache_tokens, sampling.max_rows, sampling.sampler, model.router_replay, sampling.sampler_cache)
+        limits = (sampling.kv_cache_tokens, sampling.max_rows)
+        sampler = SamplerSettings(*limits, sampling.sampler, model.router_replay, sampling.sampler_cache)
         found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     ranks = {flow.sampler_ranks for plan in stages if isinstance(flow := getattr(plan.settings, "flow", None), FlowSettings)}
     if len(ranks) > 1:
