@@ -155,3 +155,32 @@ def test_buckets_hold_every_number_of_rows():
     for most in range(1, 70):
         sizes = buckets(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)
+
+
+def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
+    """Read from the buffers before the host looks: a row that ended stands at its last token, and was not carried on."""
+    engine, ended = SteppedEngine(decoder, tuple(range(3, 12)), page=4, look=12), 0
+    for i, prompt in enumerate(random_prompts([6, 11])):
+        engine.add(Request(prompt=prompt, num_samples=6, problem=i, params=SamplingParams(max_tokens=7 + 9 * i)))
+    engine.step()
+    rows, run = {name: engine._rows[name].copy() for name in ("max_tokens", "drawn")}, engine._run
+    written = engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
+
+    def seen(count):
+        nonlocal ended
+        tokens, logprobs = run(count)
+        b, left = engine._steps.buffers, rows["max_tokens"] - rows["drawn"]
+        for row in range(len(left)):
+            stops = [i + 1 for i, token in enumerate(tokens[:, row].tolist()) if 3 <= token < 12]
+            fed = min([count, int(left[row]), *stops[:1]])
+            over = fed == left[row] or stops[:1] == [fed]
+            assert b.left[row] == (0 if over else left[row] - fed)
+            assert b.position[row] == written[row] + fed and b.token[row] == tokens[fed - 1, row]
+            assert (tokens[fed:, row] == tokens[fed - 1, row]).all() if over else True
+            ended += bool(over and fed < count)
+        assert not b.left[len(left) : engine._steps.bucket(len(left))].any()
+        return tokens, logprobs
+
+    monkeypatch.setattr(engine, "_run", seen)
+    engine.step()
+    assert ended > 3
