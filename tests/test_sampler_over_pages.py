@@ -14,8 +14,6 @@ from rl.types import SamplingParams
 # These look at rectangles, or at positions that are no whole pages; in pages the budget is test_sampler_paged.py's.
 OTHER = {"test_the_budget_holds_and_rows_wait_for_it", "test_what_can_never_fit_is_an_error_with_numbers"}
 PAGE = 4
-# These count steps, or where samples stand after some; a look of several is one call.
-BY_STEPS = ("shows_what_is_drawn_so_far", "new_weights_reach_running_samples")
 made = []
 
 
@@ -23,12 +21,11 @@ made = []
 def pages(monkeypatch, request):
     if request.param == "stepped" and "no_row_is_decoded_in_vain" in request.node.name:
         pytest.skip("it counts calls of a state, which steps that run by themselves do not make")
-    look = 1 if any(name in request.node.name for name in BY_STEPS) else 3
 
     def over_pages(decoder, *args, **settings):
         if type(decoder) is not FastDecoder:
             return Engine(decoder, *args, **settings)
-        kind, more = (SteppedEngine, {"look": look}) if request.param == "stepped" else (PagedEngine, {})
+        kind, more = (SteppedEngine, {"look": 3}) if request.param == "stepped" else (PagedEngine, {})
         made.append(kind(decoder, *args, page=PAGE, **settings, **more))
         return made[-1]
 

@@ -32,6 +32,7 @@ class SteppedEngine(PagedEngine):
         if look < 1:
             raise ValueError(f"look={look}: the host looks after 1 step or more")
         self.look = look
+        self.most: int | None = None  # a bound for the next `step`, where it matters to the caller how far it goes
         self._steps: Steps | None = None
         self._conditions = 0  # of the stop table on the device
         self._stayed = np.zeros(0, np.int64)  # which of the rows before the last step looked at are there after it
@@ -97,7 +98,7 @@ class SteppedEngine(PagedEngine):
     def _steps_ahead(self) -> int:
         """How many steps have pages; 0: some row has to wait first."""
         tables, left = self._state.tables, self._left()
-        count = min(self.look, int(left.max()))
+        count = min(self.look, self.most or self.look, int(left.max()))
         while count and tables.needed(np.minimum(left, count).tolist()) > tables.pool.free:
             count //= 2
         return count
