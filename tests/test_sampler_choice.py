@@ -81,3 +81,25 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
     monkeypatch.setattr(choice, "SteppedEngine", lambda decoder, **settings: "stepped")
     assert make_engine(decoder) == "stepped"
     choice._refusal.cache_clear()
+
+
+def test_what_cannot_go_together_is_said_before_a_model_is_loaded():
+    from rl.settings.tables import SamplingSettings
+
+    assert SamplingSettings(sampler_cache="paged").sampler_cache == "paged"
+    with pytest.raises(ValueError, match="leave sampler_cache at auto, or sampler at auto or fast"):
+        SamplingSettings(sampler_cache="paged", sampler="hf")
+
+
+def test_engines_that_keep_a_plain_cache_say_so_where_pages_are_asked_for():
+    from types import SimpleNamespace as Some
+
+    from rl.clients import versions
+    from rl.clients.settings import SamplerSettings
+
+    loaded = Some(eos_token_ids=(3,), tokenizer=None, model=tiny_model("qwen3"))
+    source = versions.SamplerVersion(make_decoder(loaded.model), loaded, 0, None, learned=True)
+    assert type(versions.engine_of(source, SamplerSettings(cache="paged", kv_cache_tokens=512))) is SteppedEngine
+    assert type(versions.engine_of(source, SamplerSettings())) is Engine
+    with pytest.raises(UserError, match="router_replay.*leave sampler_cache at auto"):
+        versions.engine_of(source, SamplerSettings(cache="paged", router_replay=True))

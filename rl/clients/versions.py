@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.clients.settings import SamplerSettings
 from rl.clients.slices import Stream
+from rl.errors import UserError, remark
 from rl.layers import config_number
 from rl.learner import Learner
 from rl.models import LoadedModel
@@ -48,9 +49,13 @@ def engine_of(source: SamplerVersion, limits: SamplerSettings, mixed: bool = Fal
         "version": source.version,
     }
     if mixed:
+        if limits.cache == "paged":
+            remark("sampler_cache paged: batches of several adapters on one base keep a plain cache all the same")
         return MixedEngine.beside(source.decoder, **settings)
     replays = limits.router_replay and source.learned
     if replays:
+        if limits.cache == "paged":
+            raise UserError("router_replay notes experts, which no cache in pages does: leave sampler_cache at auto")
         note_experts(source.decoder)
         return RoutedEngine(source.decoder, **settings)
     return make_engine(source.decoder, limits.cache, **settings)

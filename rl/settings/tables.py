@@ -168,6 +168,10 @@ class SamplingSettings:
             )
         if self.eval_temperature is not None and 0 < self.eval_temperature < TEMPERATURE.low:
             raise ValueError(f"eval_temperature is 0 (greedy) or at least {TEMPERATURE.low:g}, got {self.eval_temperature}")
+        if self.sampler_cache == "paged" and self.sampler == "hf":
+            raise ValueError(
+                "sampler_cache paged is of the fast decoder, and sampler is hf, the model's own forward: leave sampler_cache at auto, or sampler at auto or fast"
+            )
         if self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
                 f"an answer of max_tokens {self.max_tokens} takes more than kv_cache_tokens {self.kv_cache_tokens}: lower the one or raise the other"
