@@ -89,7 +89,7 @@ class PagedState(DecodeState):
         """All at once, padded on the right, as `FastState.extend`; what was there is gathered from its pages."""
         decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
         start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
-        self._copy_pages([self.tables.extend(slot, len(one)) for slot, one in zip(slots, tokens, strict=True)])
+        self.copy_pages([self.tables.extend(slot, len(one)) for slot, one in zip(slots, tokens, strict=True)])
         counts = torch.tensor([len(one) for one in tokens])
         longest, end = int(counts.max()), int((start_B + counts).max())
         ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens]).to(device)
@@ -113,7 +113,7 @@ class PagedState(DecodeState):
         self.prompt_lengths[list(slots)] += counts.numpy()
         return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)]).float()
 
-    def _copy_pages(self, copies: Sequence[tuple[int, int] | None]) -> None:
+    def copy_pages(self, copies: Sequence[tuple[int, int] | None]) -> None:
         """Of pages that several hold, before one of them writes."""
         found = [copy for copy in copies if copy is not None]
         if found:
@@ -136,7 +136,7 @@ class PagedState(DecodeState):
     def decode(self, tokens: np.ndarray) -> Tensor:
         decoder, device = self.decoder, self.decoder.device
         places = [self.tables.make_room(row) for row in self.tables.rows]
-        self._copy_pages([copy for _, _, copy in places])
+        self.copy_pages([copy for _, _, copy in places])
         page_N = torch.tensor([page for page, _, _ in places], device=device)
         place_N = torch.tensor([place for _, place, _ in places], device=device)
         lengths = np.array([row.length for row in self.tables.rows])

@@ -109,7 +109,7 @@ class SteppedEngine(PagedEngine):
         """`count` steps of all rows: tokens and logprobs [count, rows]. One wait."""
         steps, rows, state = self._made(), len(self._rows), self._state
         left, written = self._left(), state.prompt_lengths[state.prompt_of_row] + state.response_lengths
-        state._copy_pages([state.tables.grow(row, int(n)) for row, n in zip(state.tables.rows, np.minimum(left, count), strict=True)])
+        state.copy_pages([state.tables.grow(row, int(n)) for row, n in zip(state.tables.rows, np.minimum(left, count), strict=True)])
         size, bucket = state.page, steps.bucket(rows)
         shared = state.tables.shared_pages()
         self._say_rows(steps.buffers, bucket, left, written, shared, size)
