@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rl.clients import SamplingClient
 from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
 from rl.methods import METHODS
 from rl.methods.grpo_settings import variant_settings
+from rl.run import asynchronous
 from rl.run.execute import execute
 from rl.run.samples import Samples
 from rl.settings import FlowSettings, RunSettings, SettingsError, parse
@@ -178,11 +180,10 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
         episodes = [Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)]) for action in actions]
         return Rollouts([TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))], [], {}, 0.0, 0.0)
 
-    now = SimpleNamespace(version=5)
-    samples.check(rollouts((5, 5), (4, 5), (3, 4)), now, 2)
+    samples.check(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
         with pytest.raises(RuntimeError, match="samples of versions"):
-            samples.check(rollouts((5, 5), wrong), now, oldest)
+            samples.check(rollouts((5, 5), wrong), 5, oldest)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +201,55 @@ def test_what_does_not_go_together_is_refused_by_name(given, says):
     for alone in ({"max_waiting": 3}, {"over_age": "redraw"}, {"recompute_cache": True}):
         with pytest.raises(ValueError, match="no effect"):
             FlowSettings(**alone)
+
+
+@pytest.mark.slow
+def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(trained, monkeypatch):
+    """As with ranks that sample: nothing arrives before the next update has begun, and a replay where all is there at once repeats it."""
+    there, calls, begun, credit = set(), {}, [], asynchronous._learn
+
+    def arrive(client):
+        there.add(client)
+        for call in calls.pop(client, ()):
+            call()
+
+    def learn(stage, batch, rollouts, datums, before):
+        begun.append((batch, before is not None))
+        if before is not None:
+            arrive(before)
+        return credit(stage, batch, rollouts, datums, before)[0], stage.models.policy.save_weights_and_get_sampling_client()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asynchronous, "_learn", learn)
+        patched.setattr(SamplingClient, "there", property(lambda client: client in there))
+        patched.setattr(SamplingClient, "when_there", lambda client, call: calls.setdefault(client, []).append(call))
+        first = trained("far", f"{LATE} --steps 6 --save-every 3")
+    assert begun == [(0, False), (1, True), (2, True), (3, False), (4, True), (5, True)]  # the save after batch 2 waits
+    rows = [json.loads(line) for line in (first / "decisions.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if row.get("weights") == "under way"] == [0, 1, 3, 4]
+    assert sum(row.get("landed", False) for row in rows) == 4
+    assert max(row["async/age/max"] for row in metrics(first)) == 2
+    again = trained("far again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first) and drawn(again) == drawn(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    for path in (again / "checkpoints").iterdir():
+        if path.name != "grpo-000003":
+            shutil.rmtree(path)
+    gone_on = trained("far again", f"{LATE} --steps 6 --save-every 3 --resume --replay {first}")
+    assert same(first, gone_on) and metrics(gone_on) == metrics(first)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(trained, monkeypatch, capsys):
+    def learn(stage, batch, rollouts, datums, before):
+        metrics = credit(stage, batch, rollouts, datums, before)[0]
+        return metrics, stage.models.policy.save_weights_and_get_sampling_client()
+
+    credit = asynchronous._learn
+    with monkeypatch.context() as patched:
+        patched.setattr(asynchronous, "_learn", learn)
+        first = trained("whole way", f"{LATE} --save-every 0")
+    capsys.readouterr()
+    again = trained("saved on the way", f"{LATE} --save-every 1 --replay {first}")
+    assert "weights were on their way in the run that is repeated" in " ".join(capsys.readouterr().err.split())
+    assert same(first, again) and metrics(again) == metrics(first)
