@@ -229,13 +229,13 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(t
     assert [row["batch"] for row in rows if row.get("weights") == "under way"] == [0, 1, 3, 4]
     assert sum(row.get("landed", False) for row in rows) == 4
     assert max(row["async/age/max"] for row in metrics(first)) == 2
-    again = trained("far again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
+    again = trained("far-again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
     assert same(first, again) and metrics(again) == metrics(first) and drawn(again) == drawn(first)
     assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
     for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000003":
             shutil.rmtree(path)
-    gone_on = trained("far again", f"{LATE} --steps 6 --save-every 3 --resume --replay {first}")
+    gone_on = trained("far-again", f"{LATE} --steps 6 --save-every 3 --resume --replay {first}")
     assert same(first, gone_on) and metrics(gone_on) == metrics(first)
 
 
@@ -248,8 +248,8 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     credit = asynchronous._learn
     with monkeypatch.context() as patched:
         patched.setattr(asynchronous, "_learn", learn)
-        first = trained("whole way", f"{LATE} --save-every 0")
+        first = trained("whole-way", f"{LATE} --save-every 0")
     capsys.readouterr()
-    again = trained("saved on the way", f"{LATE} --save-every 1 --replay {first}")
-    assert "weights were on their way in the run that is repeated" in " ".join(capsys.readouterr().err.split())
+    again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
+    assert "weights were on their way in the run that is repeated" in " ".join(capsys.readouterr().out.split())
     assert same(first, again) and metrics(again) == metrics(first)
