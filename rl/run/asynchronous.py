@@ -113,8 +113,8 @@ class Weights:
                 self.switch()
             else:
                 self.stage.console.warn(
-                    "this checkpoint is where weights were on their way in the run that is repeated: what goes on from it has them a "
-                    "little sooner than that run. Give the same save_every to have checkpoints that repeat it too"
+                    "this checkpoint falls where weights were on their way in the run that is replayed: what goes on from it has them a "
+                    "little sooner than that run had"
                 )
         return self.under_way.state()
 

@@ -27,6 +27,7 @@ from rl.report import (
 from rl.run.beginnings import begins_after, check_weights
 from rl.run.changed import CHANGES, changes_data
 from rl.run.conclusion import conclude, introduce, resume_command
+from rl.run.decisions import check_replay
 from rl.run.device_side import worker_settings
 from rl.run.epochs import in_steps
 from rl.run.held_out import HeldOut
@@ -76,6 +77,7 @@ def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
         check_apart(origins, folder)
         position = find(run, folder, console) if options.resume else Position(run_id=new_id())
         run = position.run or run
+        check_replay(run, console.warn)
         check_sandboxes(run.stages)
         stages = [prepare(plan, run.stages[:i]) for i, plan in enumerate(run.stages)]
         for prepared in stages:
