@@ -24,6 +24,7 @@ from rl.memory import Held, Launch, MicroBatch, ModelShape, Work, plan_sampler
 from rl.methods import METHODS
 from rl.methods.grpo_settings import variant_settings
 from rl.ranks import check_roles, roles
+from rl.run import conclusion
 from rl.run.device_side import worker_settings
 from rl.run.plan import show
 from rl.settings import RunSettings, parse
@@ -448,3 +449,9 @@ def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_ste
     assert launch.wait(120)[0] not in (None, 0)
     assert says in " ".join(launch.output(0).replace("│", " ").split()), launch.output()
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_the_console_says_who_does_what():
+    assert [conclusion._processes(1, 0), conclusion._processes(3, 0)] == ["1 process", "3 processes"]
+    assert conclusion._processes(1, 1) == "1 process that learns, 1 that samples"
+    assert conclusion._processes(3, 2) == "3 processes that learn, 2 that sample"
