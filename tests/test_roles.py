@@ -63,8 +63,7 @@ def staged() -> Staged:
 
 
 def landing(sent: Staged) -> Landing:
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in sent.tensors.items()}
-    return Landing(sent.manifest(), Shelf(), None, 0.0, sizes)
+    return Landing(sent.manifest(), Shelf(), None, 0.0, sent.manifest().sizes())
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1628, 10**6])
@@ -78,6 +77,23 @@ def test_weights_in_pieces_of_any_size_are_the_weights(size):
     assert here.decoder.loaded.keys() == sent.tensors.keys()
     for name, tensor in sent.tensors.items():
         assert here.decoder.loaded[name].dtype == tensor.dtype and torch.equal(here.decoder.loaded[name], tensor)
+
+
+@pytest.mark.parametrize("size", [1, 64, 10**6])
+def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
+    """Half the bytes of float32 in bfloat16, the same numbers; what samplers do not round is not rounded on the way."""
+    sent = staged()
+    kept = {"large": torch.bfloat16, "half": torch.bfloat16, "transposed": torch.float32, "number": torch.bfloat16}
+    dtypes = sent.manifest().narrower(SimpleNamespace(held_in=kept.get))
+    assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
+    manifest = sent.manifest().crossing(dtypes)
+    here, pieces = Landing(manifest, Shelf(), None, 0.0, manifest.sizes()), list(sent.pieces(size, dtypes))
+    assert sum(len(raw) for piece in pieces for _, _, raw in piece.parts) == 2 * 37 * 11 + 2 * 9 * 3 + 4 * 4 * 6 + 2 + 8 * 5
+    for piece in pieces:
+        here.take(piece)
+    here.check()
+    for name, tensor in sent.tensors.items():
+        assert torch.equal(here.decoder.loaded[name], tensor.to(dtypes.get(name, tensor.dtype))), name
 
 
 @pytest.mark.parametrize("lost", [0, 3, -1])
@@ -301,7 +317,7 @@ def test_the_scaling_model_splits_a_launch_by_hand(monkeypatch):
     assert found.samplers == 3 and found.in_turn_s == pytest.approx(4.0)
     assert (found.sample_s, found.learn_s) == (pytest.approx(4.0), pytest.approx(4.0)) and found.times_faster == pytest.approx(1.0)
     half = scaling_roles.split("m", SHAPE, Held(), Launch(cuda=True, bf16=True, world=4, per_node=4), 2, load, hardware, free, rate)
-    assert half == (pytest.approx(6.0), pytest.approx(2.0), pytest.approx(4e6 / 25e9 + 2 * 4e6 / 1e12))
+    assert half == (pytest.approx(6.0), pytest.approx(2.0), pytest.approx(4e6 / 25e9 + 2 * 2e6 / 1e12))
 
 
 # ------------------------------------------------------------------------------------------------------------- two processes
@@ -315,13 +331,16 @@ def ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lora", "kind"), [(0, "auto"), (4, "auto"), (0, "hf"), (4, "hf")])
-def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind):
+@pytest.mark.parametrize(
+    ("lora", "kind", "dtype"),
+    [(0, "auto", "fp32"), (4, "auto", "fp32"), (0, "hf", "fp32"), (4, "hf", "fp32"), (0, "auto", "bf16"), (4, "hf", "bf16")],
+)
+def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind, dtype):
     found = []
     for world, samplers in ((1, 0), (2, 1)):
         out = tmp_path / str(world)
         out.mkdir()
-        launch = ranks.start(str(out), str(samplers), str(lora), kind, cwd=tmp_path, world=world, script=CASE)
+        launch = ranks.start(str(out), str(samplers), str(lora), kind, dtype, cwd=tmp_path, world=world, script=CASE)
         assert launch.wait(120) == [0] * world, launch.output()
         found.append(json.loads((out / "found.json").read_text()))
     one, two = found

@@ -39,6 +39,10 @@ class Decoder(abc.ABC):
         Errors: an unknown name, a wrong shape, a different value for a frozen weight that forks share.
         """
 
+    def held_in(self, name: str) -> torch.dtype | None:
+        """The dtype that a parameter has here, by the model's own name; None where it has none of that name."""
+        return None
+
     @abc.abstractmethod
     def fork(self) -> Self:
         """A decoder for another version of the weights: frozen ones are shared, trainable ones copied."""

@@ -51,6 +51,9 @@ class FastDecoder(FastForward, Decoder):
         with torch.no_grad():
             self.weights.load_(named_tensors)
 
+    def held_in(self, name: str) -> torch.dtype | None:
+        return self.weights.view(name).dtype if name in self.weights.pieces else None
+
     def fork(self) -> FastDecoder:
         with torch.no_grad():
             other = FastDecoder(self.architecture, self.weights.fork())
