@@ -16,9 +16,11 @@ from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
 from rl.methods import METHODS
 from rl.methods.grpo_settings import variant_settings
+from rl.ranks import Stopped
 from rl.run import asynchronous
 from rl.run.execute import execute
 from rl.run.samples import Samples
+from rl.run.stage import Stage
 from rl.settings import FlowSettings, RunSettings, SettingsError, parse
 from rl.types import ModelInput, SampledSequence
 
@@ -218,7 +220,8 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(t
         begun.append((batch, before is not None))
         if before is not None:
             arrive(before)
-        return credit(stage, batch, rollouts, datums, before)[0], stage.models.policy.save_weights_and_get_sampling_client()
+        found = credit(stage, batch, rollouts, datums, before)
+        return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
 
     with monkeypatch.context() as patched:
         patched.setattr(asynchronous, "_learn", learn)
@@ -243,8 +246,8 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(t
 @pytest.mark.slow
 def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(trained, monkeypatch, capsys):
     def learn(stage, batch, rollouts, datums, before):
-        metrics = credit(stage, batch, rollouts, datums, before)[0]
-        return metrics, stage.models.policy.save_weights_and_get_sampling_client()
+        found = credit(stage, batch, rollouts, datums, before)
+        return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
 
     credit = asynchronous._learn
     with monkeypatch.context() as patched:
@@ -258,6 +261,35 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     assert drawn(again)[:8] == drawn(first)[:8]
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
     assert "bit for bit" not in capsys.readouterr().out
+    for path in (again / "checkpoints").iterdir():  # where nothing is on its way, the log says that it lands
+        if path.name != "grpo-000002":
+            shutil.rmtree(path)
+    try:
+        trained("saved-on-the-way", f"{LATE} --save-every 1 --resume --replay {first}")
+    except UserError as error:  # caches read again may have other answers end sooner
+        assert "the log of decisions is of another run" in str(error)
+    assert max(row["async/age/max"] for row in metrics(again)) <= 2
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, monkeypatch):
+    """Where it was stopped, caches were read again."""
+    real = Stage.end_batch
+
+    def stopping(stage, batch, *given):
+        if batch == 1:
+            stage.stop_request.exit_code = 143
+        real(stage, batch, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "end_batch", stopping)
+        with pytest.raises(Stopped):
+            trained("stopped", f"{LATE} --steps 4 --save-every 0")
+    first = trained("stopped", f"{LATE} --steps 4 --save-every 0 --resume")
+    again = trained("stopped-again", f"{LATE} --steps 4 --save-every 0 --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first)
+    rows = [json.loads(line) for line in (again / "decisions.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if "stopped" in row] == [1]
 
 
 def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):

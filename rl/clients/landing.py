@@ -24,6 +24,7 @@ from rl.models import LoadedModel, add_lora
 from rl.sampler import Decoder, make_decoder
 
 PIECE_BYTES = 4 * 2**20  # what a slice may have to wait for
+STRETCH = 2**20  # numbers of a tensor that are rounded at once
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,15 @@ class Staged:
         parts: list[tuple[str, int, np.ndarray]] = []
         room = size
         for name, tensor in self.tensors.items():
-            raw, at = raw_bytes(tensor.to((dtypes or {}).get(name, tensor.dtype))), 0
-            while at < len(raw):
-                parts.append((name, at, raw[at : at + room]))
-                at, room = at + len(parts[-1][2]), room - len(parts[-1][2])
-                if room == 0:
-                    yield Piece.of(parts)
-                    parts, room = [], size
+            flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
+            for low in range(0, len(flat), STRETCH):
+                raw, at = raw_bytes(flat[low : low + STRETCH].to(dtype)), 0  # a whole embedding would keep slices waiting
+                while at < len(raw):
+                    parts.append((name, low * dtype.itemsize + at, raw[at : at + room]))
+                    at, room = at + len(parts[-1][2]), room - len(parts[-1][2])
+                    if room == 0:
+                        yield Piece.of(parts)
+                        parts, room = [], size
         if parts:
             yield Piece.of(parts)
 

@@ -52,12 +52,12 @@ class Clock:
         self._at = tick - 1
 
     def decide(
-        self, waiters: Waiters, learned: Callable[[], bool], *, blocked: bool, landed: Callable[[], bool] = lambda: False
+        self, waiters: Waiters, learned: Callable[[], bool], *, blocked: bool, landed: Callable[[], bool | None] = lambda: None
     ) -> Decision:
         """Of the tick that begins. `blocked`: there is nothing to do until something happens. `learned`: whether an update has ended;
-        `landed`: whether weights that were on their way have come."""
+        `landed`: whether weights that are on their way have come, None where none are."""
         while True:
-            found = Decision(tuple(waiters.ready()), {}, learned(), landed())
+            found = Decision(tuple(waiters.ready()), {}, learned(), bool(landed()))
             if found or not blocked:
                 break
             waiters.wait()
@@ -80,6 +80,14 @@ class Clock:
         self._write({"tick": self._at, "weights": HERE})
         return True
 
+    def stop(self) -> None:
+        """A run that is stopped here goes on from a checkpoint, with caches that are read again."""
+        self._write({"tick": self._at, "stopped": True})
+
+    def stopped(self) -> bool:
+        """Whether the run that is repeated was stopped here."""
+        return False
+
 
 class Replayed(Clock):
     """Decides as a log says, as far as it goes; then by what happens."""
@@ -87,7 +95,8 @@ class Replayed(Clock):
     def __init__(self, rows: Iterable[Mapping[str, Any]], write: Callable[[dict[str, Any]], None] = lambda row: None, tick: int = 0):
         super().__init__(write, tick)
         rows = list(rows)
-        self._rows = {int(row["tick"]): Decision.from_json(row) for row in rows if "weights" not in row}
+        self._rows = {int(row["tick"]): Decision.from_json(row) for row in rows if not {"weights", "stopped"} & row.keys()}
+        self._stops = {int(row["tick"]) for row in rows if "stopped" in row}
         self._weights = {int(row["tick"]): row["weights"] for row in rows if "weights" in row}
         self._last = max(self._rows, default=-1)
 
@@ -97,8 +106,14 @@ class Replayed(Clock):
     def settle(self) -> bool:
         return self._at > self._last and super().settle()
 
+    def stopped(self) -> bool:
+        if self._at not in self._stops:
+            return False
+        self.stop()
+        return True
+
     def decide(
-        self, waiters: Waiters, learned: Callable[[], bool], *, blocked: bool, landed: Callable[[], bool] = lambda: False
+        self, waiters: Waiters, learned: Callable[[], bool], *, blocked: bool, landed: Callable[[], bool | None] = lambda: None
     ) -> Decision:
         if self.tick > self._last:
             return super().decide(waiters, learned, blocked=blocked, landed=landed)
@@ -112,7 +127,7 @@ class Replayed(Clock):
         answered = set(found.arrived) - found.failed.keys()
         while not answered <= set(waiters.ready()):
             waiters.wait(answered)
-        while (found.learned and not learned()) or (found.landed and not landed()):
+        while (found.learned and not learned()) or (found.landed and landed() is False):
             waiters.wait({(-1, -1)})  # nobody: until the learner pokes
         self._at, self.tick = self.tick, self.tick + 1
         return found

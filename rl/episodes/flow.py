@@ -96,7 +96,7 @@ class Flow:
         self.groups: dict[int, Begun] = {}
         self.learning: Callable[[], bool] = lambda: False  # whether an update is under way, or its weights are,
         self.learned: Callable[[], bool] = lambda: False  # and has ended;
-        self.landed: Callable[[], bool] = lambda: False  # whether weights that were on their way have come
+        self.landed: Callable[[], bool | None] = lambda: None  # whether weights that are on their way have come
         self.counters: dict[str, int] = {}
         self.sample_seconds = self.score_seconds = 0.0
         self.scripts: dict[Key, list[SampledSequence]] = {}  # answers that are given again rather than drawn

@@ -34,44 +34,50 @@ def train_asynchronous(stage: Stage) -> None:
         weights = Weights(stage, under_way, sampler)
         stage.saves.state_of_flow = weights.state
         learning: Future | None = None
-        taken: tuple[Rollouts, int, list[Datum]] | None = None
+        taken: tuple[Rollouts, list[Datum]] | None = None
+        newest = sampler.version  # of the weights that learn
         flow.learning = lambda: learning is not None or weights.arriving is not None
         flow.learned, flow.landed = lambda: learning is not None and learning.done(), weights.landed
         for batch in stage.batches():
             stage.given.decisions.batch = batch
             while True:
                 under_way.begin()
-                if learning is None and (found := under_way.take()) is not None:
-                    taken = (*found, [])
-                    learning = learner.submit(_learn, stage, batch, found[0], taken[2], weights.arriving)
+                if learning is None and (rollouts := under_way.take(newest)) is not None:
+                    taken = (rollouts, [])
+                    learning = learner.submit(_learn, stage, batch, *taken, weights.arriving)
                     learning.add_done_callback(lambda _: flow.waiters.poke())
                 decision = flow.tick()
-                if decision.landed or decision.learned:
-                    weights.switch()
                 if decision.learned:
                     break
+                if decision.landed:
+                    weights.switch()
             assert learning is not None and taken is not None
-            (metrics, fresh), (rollouts, newest, datums), learning = learning.result(), taken, None
+            (metrics, after, fresh), (rollouts, datums), learning = learning.result(), taken, None
+            weights.switch()
             metrics |= under_way.metrics(rollouts, newest)
+            newest = after
             weights.updated(fresh, batch)
-            draws = weights.newest if stage.samples_at(batch) else weights.sampler
+            draws = weights.newest if stage.samples_held_out and stage.samples_at(batch) else weights.sampler
             stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, draws, rollouts, datums)
     stage.end()
 
 
 def _learn(
     stage: Stage, batch: int, rollouts: Rollouts, datums: list[Datum], before: SamplingClient | None
-) -> tuple[dict[str, float], SamplingClient | None]:
-    """The update on a batch; its datums are put into `datums`. Metrics, and the new weights where these go to other ranks.
+) -> tuple[dict[str, float], int, SamplingClient | None]:
+    """The update on a batch; its datums are put into `datums`. Metrics, the weights' version, and they where they go to other ranks.
 
     `before`: those of the update before, if they are on their way; one after the other.
     """
     datums += stage.method.credit(rollouts.groups, stage.models)
-    metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
+    metrics, version = stage.method.learn(stage.models, datums, stage.progress(batch)), stage.models.policy.version
     if not stage.settings.flow.sampler_ranks:
-        return metrics, None  # they are taken between two slices
+        return metrics, version, None  # they are taken between two slices
     _ = before is None or before.version  # waits for them
-    return metrics, stage.models.policy.save_weights_and_get_sampling_client()
+    fresh = stage.models.policy.save_weights_and_get_sampling_client()
+    if stage.saves.is_due(batch + 1):
+        _ = fresh.version  # a checkpoint waits for them, and sampling goes on meanwhile
+    return metrics, version, fresh
 
 
 class Weights:
@@ -80,13 +86,15 @@ class Weights:
     def __init__(self, stage: Stage, under_way: UnderWay, sampler: SamplingClient):
         self.stage, self.under_way, self.flow, self.sampler = stage, under_way, under_way.flow, sampler
         self.arriving: SamplingClient | None = None
+        if under_way.admission.version < stage.done:  # as a replay left it, which saved where the run that it repeated did not
+            self._send(None)
 
     @property
     def newest(self) -> SamplingClient:
         return self.arriving or self.sampler
 
-    def landed(self) -> bool:
-        return self.arriving is not None and self.arriving.there
+    def landed(self) -> bool | None:
+        return None if self.arriving is None else self.arriving.there
 
     def switch(self) -> None:
         """What is on its way has come, or is waited for, and is drawn from from now on."""
@@ -100,11 +108,12 @@ class Weights:
         stage = self.stage
         stops = stage.saves.is_due(batch + 1) or stage.stop_request.exit_code is not None
         if self.flow.clock.under_way(fresh is not None and not stops):
-            self.arriving = fresh or stage.models.policy.save_weights_and_get_sampling_client()
-            self.arriving.when_there(self.flow.waiters.poke)
+            self._send(fresh)
         else:
             self.sampler = stage.next_sampler(self.sampler, fresh)
             self._use()
+        if self.flow.clock.stopped():
+            self.flow.seats[None].stream.renew()
 
     def state(self) -> dict[str, Any]:
         """Of what is under way, for a checkpoint, from which a run goes on with the newest weights."""
@@ -116,7 +125,13 @@ class Weights:
                     "this checkpoint falls where weights were on their way in the run that is replayed: what goes on from it has them a "
                     "little sooner than that run had"
                 )
+        if self.stage.stop_request.exit_code is not None and not self.stage.saves.is_due(self.stage.done):
+            self.flow.clock.stop()
         return self.under_way.state()
+
+    def _send(self, fresh: SamplingClient | None) -> None:
+        self.arriving = fresh or self.stage.models.policy.save_weights_and_get_sampling_client()
+        self.arriving.when_there(self.flow.waiters.poke)
 
     def _use(self) -> None:
         _ = self.sampler.version  # waits; raises where they could not be brought
@@ -169,8 +184,8 @@ class UnderWay:
         self.admission.ended.discard(number)
         self._begin(number)
 
-    def take(self) -> tuple[Rollouts, int] | None:
-        """The next batch, and the version of the weights that learn from it; None where it is not there yet."""
+    def take(self, newest: int) -> Rollouts | None:
+        """The next batch, for weights of version `newest`; None where it is not there yet."""
         for number in self.flow.done():
             if number not in self._seen:
                 self._seen.add(number)
@@ -183,9 +198,8 @@ class UnderWay:
             return None
         self._seen -= set(batch)
         rollouts = self.stage.samples.judged(self.flow.take(batch))
-        newest = self.stage.models.policy.version
         self.stage.samples.check(rollouts, newest, self.admission.bound)
-        return rollouts, newest
+        return rollouts
 
     def metrics(self, rollouts: Rollouts, version: int) -> dict[str, float]:
         """The age of each trained token in updates, of weights of that version, and what was done about those that grew old."""
