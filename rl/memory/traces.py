@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -144,6 +146,7 @@ def follow(mine: Connection, *others: Connection) -> None:
     """Answers a `Traces` until it is gone, each question by (the text of a UserError, the answer). `others`: of further processes."""
     gc.disable()  # of a process that lives for seconds
     traces, unborn = Traces(), list(others)
+    _warm_up(mine, traces)
     while True:
         try:
             asked, what = mine.recv()
@@ -155,6 +158,17 @@ def follow(mine: Connection, *others: Connection) -> None:
             mine.send(_answer(traces, asked, what))
         except (EOFError, OSError):
             return
+
+
+def _warm_up(mine: Connection, traces: Traces) -> None:
+    """Imports what the first question will need, and follows a micro-batch of a tiny model; as long as nothing is asked."""
+    small: Run = (("tiny:addition", None, LoraConfig(2)), MicroBatch(1, 4, 4), Arithmetic())
+    imports = [partial(importlib.import_module, name) for name in ("transformers.models.auto.modeling_auto", "peft")]
+    with contextlib.suppress(Exception):  # the question itself meets it again
+        for step in (*imports, partial(traces.held, small)):
+            if mine.poll():
+                return
+            step()
 
 
 def _answer(traces: Traces, asked: str, what: Any) -> tuple[str | None, ModelShape | Held | None]:

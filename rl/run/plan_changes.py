@@ -97,25 +97,21 @@ def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], r
     taken: list[Change] = []
     peak = _peak(run, launch, prompt, [])
     ordered = sorted(changes, key=lambda change: (change.costly, change.peak))
-    _want(run, launch, prompt, _one_by_one(ordered))
-    for change in ordered:
-        others = [other for other in taken if other.kind != change.kind]
-        lower = _peak(run, launch, prompt, [*others, change], HELPS * peak)
+    for i, change in enumerate(ordered):
+        tried = _with(taken, change)
+        if TRACES.are_helped and _least(run, launch, prompt, tried) <= HELPS * peak:  # and meanwhile what comes next if this one helps
+            _want(run, launch, prompt, [tried, *(_with(tried, following) for following in ordered[i + 1 : i + 2])])
+        lower = _peak(run, launch, prompt, tried, HELPS * peak)
         if lower < HELPS * peak:
-            taken, peak = [*others, change], lower
+            taken, peak = tried, lower
         if peak <= room:
             return _with_the_largest_cache(run, launch, prompt, taken, changes, room)
     return [], peak
 
 
-def _one_by_one(changes: Sequence[Change]) -> list[list[Change]]:
-    """What `together` tries if each of them helps."""
-    taken: list[Change] = []
-    found = []
-    for change in changes:
-        taken = [*(other for other in taken if other.kind != change.kind), change]
-        found.append(taken)
-    return found
+def _with(taken: Sequence[Change], change: Change) -> list[Change]:
+    """Of several of a kind one is taken, the last."""
+    return [*(other for other in taken if other.kind != change.kind), change]
 
 
 def _with_the_largest_cache(

@@ -175,7 +175,7 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
         check = RowCheck(policy.info, renderer, test_problems.name, ranked, asked, longest, limits=limits, where_there=lenient)
         prepared.test_problems = kept(test_problems, check)
     if faults:
-        raise FaultyRows.of_all(faults)
+        raise faults[0] if not faults[0].good else FaultyRows.of_all(faults)  # where none is good they are of another shape
     prepared.checked_for = None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
 
 
