@@ -60,7 +60,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="processes help where there are two cores")
 @pytest.mark.parametrize("word", ["", "kill"])
 def test_what_others_follow_is_what_is_followed_here(word):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, word], cwd=REPO, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, word], cwd=REPO, capture_output=True, text=True, timeout=300)
     lines = done.stdout.splitlines()
     all_of_them = f"all True by others {not word}"
     assert lines[1:] == ["refused True", "shape True", "first True", "three True by others True", all_of_them, "after True False"]
