@@ -161,11 +161,14 @@ def follow(mine: Connection, *others: Connection) -> None:
 
 
 def _warm_up(mine: Connection, traces: Traces) -> None:
-    """Imports what the first question will need, and follows a micro-batch of a tiny model; as long as nothing is asked."""
-    small: Run = (("tiny:addition", None, LoraConfig(2)), MicroBatch(1, 4, 4), Arithmetic())
+    """Imports what the first question will need, and makes a tiny model; as long as nothing is asked.
+
+    No backward: torch may start threads for one, and a process that is forked then has none.
+    """
+    small: Model = ("tiny:addition", None, LoraConfig(2))
     imports = [partial(importlib.import_module, name) for name in ("transformers.models.auto.modeling_auto", "peft")]
     with contextlib.suppress(Exception):  # the question itself meets it again
-        for step in (*imports, partial(traces.held, small)):
+        for step in (*imports, partial(traces.shape, small)):
             if mine.poll():
                 return
             step()
