@@ -42,8 +42,8 @@ from rl.run.opponents import Opponents
 from rl.run.origins import ORIGINS, check_apart, said, settled
 from rl.run.plan import check as check_memory
 from rl.run.position import Position, check_finals, find, make_way
-from rl.run.prepare import Prepared, check_rows, check_sandboxes, found_out, prepare
-from rl.run.rehearsal import rehearse
+from rl.run.prepare import Prepared, check_rows, check_sandboxes, found_out
+from rl.run.rehearsal import prepared_stages, rehearse
 from rl.run.stage import Stage
 from rl.run.stored import stored_answers
 from rl.settings import Run, resolved
@@ -79,7 +79,7 @@ def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
         run = position.run or run
         check_replay(run, console.warn)
         check_sandboxes(run.stages)
-        stages = [prepare(plan, run.stages[:i]) for i, plan in enumerate(run.stages)]
+        stages = prepared_stages(run.stages)
         for prepared in stages:
             if prepared.scorer is not None:
                 stack.callback(prepared.scorer.close)
