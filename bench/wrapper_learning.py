@@ -6,7 +6,7 @@ textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in w
 others are any number. The bar is the share of games won, and wins alone are paid: the game's own reward of a game lost is how near the
 last guess came, 0.8 or so, and rises while games are lost.
 reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3 letters and of up to 5), after SFT on
-answers of which every third has its letters in any order. The bar is the share of right answers over both levels, sampled. Its words are
+answers of which every fourth has its letters in any order. The bar is the share of right answers over both levels, sampled. Its words are
 those of one list, so that held-out questions are drawn anew, but a word may have been met.
 """
 
@@ -61,7 +61,7 @@ TASKS = {
         "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
     ),
     "reasoning_gym": Task(
-        "correct", 0.8, 8, 1500, 120,
+        "correct", 0.7, 8, 1500, 300,
         "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 16 "
         "--advantage mean_std --learning-rate 5e-4",
         rows=16000,
@@ -92,7 +92,7 @@ def games(count: int, seed: int) -> Iterator[dict]:
 
 
 def spelled(count: int, seed: int) -> Iterator[dict]:
-    """Answers to both levels by turns, of generators that training does not meet; every third has its letters in any order."""
+    """Answers to both levels by turns, of generators that training does not meet; every fourth has its letters in any order."""
     from rl.environments import resolve_environment
 
     spec, draw = resolve_environment("reasoning_gym", **SETTINGS["reasoning_gym"]), random.Random(seed)
@@ -100,7 +100,7 @@ def spelled(count: int, seed: int) -> Iterator[dict]:
         one = spec.make()
         one.row = row
         question, answer = one.start(), str(one.entry["answer"])
-        said = "".join(draw.sample(answer, len(answer))) if draw.random() < 1 / 3 else answer
+        said = "".join(draw.sample(answer, len(answer))) if draw.random() < 1 / 4 else answer
         yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
 
 
