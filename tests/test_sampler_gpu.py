@@ -102,3 +102,65 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
         same = next((i for i, (a, b) in enumerate(zip(mine.tokens, plain.tokens, strict=True)) if a != b), len(mine.tokens))
         assert same > 0
         np.testing.assert_allclose(mine.logprobs[:same], plain.logprobs[:same], atol=0.05)
+
+
+def small_decoder(dtype=torch.bfloat16):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rl.sampler import make_decoder
+
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                 vocab_size=1000, tie_word_embeddings=True)  # fmt: skip
+    torch.manual_seed(0)
+    return make_decoder(Qwen3ForCausalLM(Qwen3Config(**sizes)).to(dtype).cuda(), kind="fast")
+
+
+def test_this_device_samples_over_pages_with_graphs():
+    """What decides which engine a run gets; CPU twin: test_sampler_choice.py."""
+    from rl.sampler.choice import difference
+
+    assert difference(small_decoder()) is None
+
+
+def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
+    """To the bit, for rows that leave one bucket after the other, also after new weights were loaded in place."""
+    from rl.sampler import Request, SteppedEngine
+    from rl.sampler.step_graphs import Steps, run_step
+    from rl.types import SamplingParams
+
+    def eager(self, rows, width, shared, count):
+        self.buffers.at.zero_()
+        for _ in range(count):
+            run_step(self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared and rows > 1)
+
+    decoder, found = small_decoder(), []
+    engines = [SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)]
+    for change in (1.0, 1.05):
+        name = "model.layers.1.mlp.down_proj.weight"
+        decoder.load_([(name, decoder.weights.view(name) * change)])
+        for engine, run in zip(engines, (Steps.run, eager), strict=True):
+            monkeypatch.setattr(Steps, "run", run)
+            for i in range(6):
+                engine.add(Request(prompt=list(range(1, 250 + 20 * i)), num_samples=4, params=SamplingParams(max_tokens=60), problem=i))
+            found.append([(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences])
+    assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+    assert len(engines[0]._steps._graphs) > 2 and not engines[1]._steps._graphs
+
+
+def test_steps_between_two_looks_wait_for_nothing():
+    """torch's own alarm for waits, on while a captured batch goes through its replays."""
+    from rl.sampler import Request, SteppedEngine
+    from rl.types import SamplingParams
+
+    engine = SteppedEngine(small_decoder(), kv_cache_tokens=256 * 20, max_rows=8)
+    engine.add(Request(prompt=[1, 2, 3], num_samples=8, params=SamplingParams(max_tokens=60)))
+    for _ in range(3):
+        engine.step()
+    steps, before = engine._steps, torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps.run(8, 2, False, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before

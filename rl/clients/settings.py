@@ -9,12 +9,16 @@ from rl.learner import LearnerSettings
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts."""
+    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts.
+
+    kind: of the decoder; cache: of the engine (`rl.sampler.make_engine`).
+    """
 
     kv_cache_tokens: int = 262_144
     max_rows: int = 1024
     kind: str = "auto"
     router_replay: bool = False
+    cache: str = "auto"
 
 
 @dataclass(frozen=True)

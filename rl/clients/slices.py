@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from rl.sampler import Engine, Request
+from rl.sampler import Engine, Request, SteppedEngine
 from rl.types import SampledSequence, SampleResponse
 
 
@@ -64,11 +64,14 @@ class Stream:
 
     def run(self, steps: int) -> dict[int, SampleResponse | Exception]:
         finished: dict[int, SampleResponse | Exception] = {}
-        for _ in range(steps):
-            if not self.engine.busy:
-                break
-            for done in self.engine.step():
+        engine = self.engine
+        while steps > 0 and engine.busy:
+            before = engine.counters.steps
+            if isinstance(engine, SteppedEngine):
+                engine.most = steps  # a look of several may not pass the end of a slice, where weights change
+            for done in engine.step():
                 finished[self.tickets.pop(done.request_id)] = done.response
+            steps -= max(engine.counters.steps - before, 1)
         return finished
 
     def drawn(self, tickets: Collection[int] | bool) -> dict[int, dict[int, SampledSequence]]:

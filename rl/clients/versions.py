@@ -11,7 +11,7 @@ from rl.clients.slices import Stream
 from rl.layers import config_number
 from rl.learner import Learner
 from rl.models import LoadedModel
-from rl.sampler import Decoder, Engine, MixedEngine, Request, RoutedEngine, note_experts
+from rl.sampler import Decoder, Engine, MixedEngine, Request, RoutedEngine, make_engine, note_experts
 
 
 @dataclass
@@ -52,7 +52,8 @@ def engine_of(source: SamplerVersion, limits: SamplerSettings, mixed: bool = Fal
     replays = limits.router_replay and source.learned
     if replays:
         note_experts(source.decoder)
-    return (RoutedEngine if replays else Engine)(source.decoder, **settings)
+        return RoutedEngine(source.decoder, **settings)
+    return make_engine(source.decoder, limits.cache, **settings)
 
 
 def let_in(stream: Stream, versions: Mapping[int, SamplerVersion], arrived: Sequence[Request]) -> None:

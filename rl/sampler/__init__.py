@@ -7,10 +7,12 @@ responses = engine.run()
 """
 
 from rl.sampler.attention import without_cudnn
+from rl.sampler.choice import make_engine
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import check_supported
 from rl.sampler.engine import Engine
 from rl.sampler.engine_paged import PagedEngine
+from rl.sampler.engine_stepped import SteppedEngine
 from rl.sampler.lengths import length_switch
 from rl.sampler.make import make_base, make_decoder
 from rl.sampler.mixed import MixedDecoder, MixedEngine
@@ -28,6 +30,7 @@ __all__ = [
     "PagedEngine",
     "Request",
     "RoutedEngine",
+    "SteppedEngine",
     "Unsupported",
     "check_supported",
     "frozen_matrices",
@@ -35,6 +38,7 @@ __all__ = [
     "lower_frozen_",
     "make_base",
     "make_decoder",
+    "make_engine",
     "note_experts",
     "score",
     "without_cudnn",

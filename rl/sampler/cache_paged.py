@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rl.sampler.attention_paged import paged_attention, parts_of
 from rl.sampler.cache import DecodeState, LogitsReader
@@ -30,7 +31,8 @@ class PagedState(DecodeState):
         self.decoder, self.page = decoder, page
         self.tables = Tables(max(kv_cache_tokens // page, 1), page)
         a = decoder.architecture
-        shape = (2, len(self.tables.pool.held), page, a.key_heads, a.head_width)
+        # One page more than there are: rows that have ended write to it.
+        shape = (2, len(self.tables.pool.held) + 1, page, a.key_heads, a.head_width)
         self.kv = [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers]
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
@@ -76,6 +78,49 @@ class PagedState(DecodeState):
             self.tables.add_row(slot)
         super().enter(prompt_of_row)
 
+    extends = True
+
+    def keep_row(self, row: int) -> None:
+        length = int(self.prompt_lengths[self.prompt_of_row[row]] + self.response_lengths[row])
+        self.tables.keep_row(self.tables.rows[row], length)
+        self.prompt_lengths = np.append(self.prompt_lengths, length)
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """All at once, padded on the right, as `FastState.extend`; what was there is gathered from its pages."""
+        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
+        start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
+        self._copy_pages([self.tables.extend(slot, len(one)) for slot, one in zip(slots, tokens, strict=True)])
+        counts = torch.tensor([len(one) for one in tokens])
+        longest, end = int(counts.max()), int((start_B + counts).max())
+        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens]).to(device)
+        position_BT = start_B[:, None] + torch.arange(longest)
+        b, t = torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
+        pages = [self.tables.prompts[slot].pages for slot in slots]
+        table_BP = torch.tensor([[*one, *[0] * (max(map(len, pages)) - len(one))] for one in pages])
+        page_X, place_X = table_BP[b, position_BT[b, t] // self.page].to(device), (position_BT[b, t] % self.page).to(device)
+        b, t, position_BT, table_BP = b.to(device), t.to(device), position_BT.to(device), table_BP.to(device)
+        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]  # [B, 1, T, positions]
+        repeat = a.heads // a.key_heads
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self.kv[layer]
+            kv[0, page_X, place_X], kv[1, page_X, place_X] = k[b, t], v[b, t]
+            keys, values = (x.flatten(1, 2)[:, :end].transpose(1, 2).repeat_interleave(repeat, dim=1) for x in kv[:, table_BP])
+            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
+
+        hidden = decoder.forward(ids, decoder.rope(position_BT, int(start_B.max()) + longest), attend)
+        self.prompt_lengths = self.prompt_lengths.copy()
+        self.prompt_lengths[list(slots)] += counts.numpy()
+        return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)]).float()
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int] | None]) -> None:
+        """Of pages that several hold, before one of them writes."""
+        found = [copy for copy in copies if copy is not None]
+        if found:
+            origin, target = torch.tensor(found, device=self.decoder.device).unbind(1)
+            for kv in self.kv:
+                kv[:, target] = kv[:, origin]
+
     def add_slot(self, length: int) -> None:
         """A prompt that no row reads from: those that come back have pages of their own."""
         self.tables.prompts.append(PromptPages(length))
@@ -91,11 +136,7 @@ class PagedState(DecodeState):
     def decode(self, tokens: np.ndarray) -> Tensor:
         decoder, device = self.decoder, self.decoder.device
         places = [self.tables.make_room(row) for row in self.tables.rows]
-        copies = [copy for _, _, copy in places if copy is not None]
-        if copies:
-            origin, target = torch.tensor(copies, device=device).unbind(1)
-            for kv in self.kv:
-                kv[:, target] = kv[:, origin]
+        self._copy_pages([copy for _, _, copy in places])
         page_N = torch.tensor([page for page, _, _ in places], device=device)
         place_N = torch.tensor([place for _, place, _ in places], device=device)
         lengths = np.array([row.length for row in self.tables.rows])

@@ -7,7 +7,7 @@ alone (`add` refuses what would not), so every request ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,21 @@ from torch import Tensor
 
 from rl.sampler.cache import compaction
 from rl.sampler.cache_paged import PAGE, PagedState
+from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine import Engine
 from rl.sampler.jobs import Job, Prompt
 from rl.sampler.requests import Finished
+from rl.types import SampledSequence
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A row without a place: its fields (one row), its prompt, and all the tokens that had been fed."""
+    """A row without a place: its fields (one row), its prompt, that one's tokens, and all the tokens that had been fed."""
 
     fields: dict[str, np.ndarray]
     prompt: Prompt
+    length: int  # of the prompt
     fed: list[int]
 
     @property
@@ -58,11 +61,40 @@ class PagedEngine(Engine):
         """By pages: the new prompts', a page for each new row, and what the running rows take next."""
         tables = self._state.tables
         count = min(job.request.num_samples - job.entered, self.max_rows - rows)
-        planned = (prompts - len(self._prompts)) * tables.pages_for(longest_prompt) + rows - len(self._rows)
+        reads = prompts - len(self._prompts)
+        if any(prompt.conversation is not None for prompt in self._prompts):
+            reads += rows - len(self._rows) + 1  # each may go on with a conversation, and copies a page or takes new ones
+        planned = reads * tables.pages_for(longest_prompt) + rows - len(self._rows)
         room = tables.pool.free - planned - tables.needed()
         if rows == 0 and prompts <= 1:
             room = max(room, 1)  # alone it fits
         return max(min(count, room), 0)
+
+    # -------------------------------------------------------------------------------------- between two steps
+
+    @torch.inference_mode()
+    def change_weights(self, decoder: Decoder, version: int) -> None:
+        """As `Engine.change_weights`; a row that waits reads what it has drawn again with the new weights."""
+        self._rows.now_of(self.version, [one.fields for one in self._parked])
+        super().change_weights(decoder, version)
+
+    @torch.inference_mode()
+    def drop(self, request_id: int) -> None:
+        gone = [one for one in self._parked if one.age[0] == request_id]
+        self._parked = [one for one in self._parked if one.age[0] != request_id]
+        super().drop(request_id)
+        running = len(self._rows)
+        for one in gone:
+            self._rows.unpark(one.fields)
+        self._rows.keep(np.arange(running))
+
+    def drawn(self, request_ids: Collection[int] | None = None) -> dict[int, dict[int, SampledSequence]]:
+        running = len(self._rows)
+        for one in self._parked:
+            self._rows.unpark(one.fields)
+        found = super().drawn(request_ids)
+        self._rows.reorder(np.arange(running))
+        return found
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
@@ -81,11 +113,11 @@ class PagedEngine(Engine):
             self._park(newest)
 
     def _park(self, row: int) -> None:
-        prompt = self._prompts[int(self._state.prompt_of_row[row])]
+        prompt, job = self._prompts[int(self._state.prompt_of_row[row])], self._jobs[int(self._rows["job"][row])]
         drawn = self._rows.response(row)[0][:-1].tolist()  # the last one is fed by the next step
         keep = np.ones(len(self._rows), np.bool_)
         keep[row] = False
-        waiting = _Waiting(self._rows.park(np.array([row])), prompt, [*prompt.key[0], *drawn])
+        waiting = _Waiting(self._rows.park(np.array([row])), prompt, len(job.key[0]), [*job.request.prompt, *drawn])
         self._parked = sorted([*self._parked, waiting], key=lambda one: one.age)
         self._keep_rows(keep)
         self.evictions += 1
@@ -116,7 +148,7 @@ class PagedEngine(Engine):
             if slot is None:
                 slot = len(self._prompts)
                 self._prompts.append(first.prompt)
-                self._state.add_slot(len(first.prompt.key[0]))
+                self._state.add_slot(first.length)
             self._state.enter_again(slot, first.fed)
             self._rows.unpark(first.fields)
             self._settings = None

@@ -7,6 +7,7 @@ holds its pages itself. So every page but one a row is full, whatever lengths th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -108,14 +109,29 @@ class Tables:
         self.rows.append(row)
         return row
 
-    def needed(self) -> int:
-        """Pages that the next token of every row takes."""
+    def keep_row(self, row: RowPages, length: int) -> None:
+        """A prompt after the present ones: the first `length` positions of a row, whose pages both hold."""
+        self.prompts.append(PromptPages(length, self.pool.share(row.pages[: self.pages_for(length)])))
+
+    def extend(self, slot: int, count: int) -> tuple[int, int] | None:
+        """Room for `count` more positions at the end of a prompt without rows; (from, to) where its last page has to be copied first."""
+        prompt, copy = self.prompts[slot], None
+        if prompt.length % self.size and self.pool.held[prompt.pages[-1]] > 1:
+            (mine,) = self._several(1)
+            copy = (prompt.pages[-1], mine)
+            self.pool.release(prompt.pages[-1:])
+            prompt.pages[-1] = mine
+        prompt.length += count
+        prompt.pages += self._several(self.pages_for(prompt.length) - len(prompt.pages))
+        return copy
+
+    def needed(self, counts: Sequence[int] | None = None) -> int:
+        """Pages that the next token of every row takes, or so many of each row."""
         new, writers = 0, dict[int, int]()
-        for row in self.rows:
+        for row, count in zip(self.rows, counts or [1] * len(self.rows), strict=True):
             at = row.length // self.size
-            if at == len(row.pages):
-                new += 1
-            else:
+            new += max(self.pages_for(row.length + count) - len(row.pages), 0)
+            if at < len(row.pages):
                 writers[row.pages[at]] = writers.get(row.pages[at], 0) + 1
         return new + sum(min(count, self.pool.held[page] - 1) for page, count in writers.items())
 
@@ -133,6 +149,13 @@ class Tables:
         row.length += 1
         return row.pages[at], place, copy
 
+    def grow(self, row: RowPages, count: int) -> tuple[int, int] | None:
+        """Room for `count` more positions of a row; (from, to) where a page has to be copied first."""
+        _, _, copy = self.make_room(row)
+        row.length += count - 1
+        row.pages += self._several(self.pages_for(row.length) - len(row.pages))
+        return copy
+
     def drop_row(self, row: RowPages) -> None:
         """Before its slot goes: the last row of a prompt gives the prompt's pages back to it."""
         prompt = row.prompt
@@ -148,10 +171,10 @@ class Tables:
 
     def shared_pages(self) -> list[tuple[list[int], list[int]]]:
         """(rows, full pages) of each group of rows whose tables begin with the same pages: these are read once for all of them."""
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}  # of a prompt and a first page: a row that came back has pages of its own
         for i, row in enumerate(self.rows):
             if row.prompt.rows > 1 and row.prompt.length >= self.size:
-                groups.setdefault(row.pages[0], []).append(i)
+                groups.setdefault((id(row.prompt), row.pages[0]), []).append(i)
         found = []
         for rows in groups.values():
             full = self.rows[rows[0]].prompt.length // self.size

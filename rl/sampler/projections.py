@@ -40,6 +40,10 @@ class ProjectionSpec:
     adapters: tuple[Adapter, ...] = ()
 
 
+def _cut(tensor: Tensor, columns: slice) -> Tensor:
+    return tensor.narrow(-1, columns.start, columns.stop - columns.start)  # indexing asks a device even of fake tensors
+
+
 class LowRank:
     """The adapters of one (fused) linear layer, in their own dtype."""
 
@@ -53,15 +57,16 @@ class LowRank:
         own = x if rows is None else x.index_select(0, rows)
         low = F.linear(own.to(self.lora_a.dtype), self.lora_a)
         for b_OR, scale, columns, ranks in self.parts:
-            more = (F.linear(low[..., ranks], b_OR) * scale).to(y.dtype)
+            more = (F.linear(_cut(low, ranks), b_OR) * scale).to(y.dtype)
             if rows is None:
-                y[..., columns] += more
+                _cut(y, columns).add_(more)
             else:
-                y[..., columns].index_add_(0, rows, more)
+                _cut(y, columns).index_add_(0, rows, more)
 
     def first(self, outputs: int) -> LowRank:
         """To the first outputs alone, of one layer by itself."""
-        return LowRank(self.lora_a, [(b_OR[:outputs], scale, columns, ranks) for b_OR, scale, columns, ranks in self.parts])
+        parts = [(b_OR[:outputs], scale, slice(0, outputs), ranks) for b_OR, scale, _, ranks in self.parts]
+        return LowRank(self.lora_a, parts)
 
 
 class Projection:

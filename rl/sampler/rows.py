@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,11 @@ class Rows:
         ends = [i for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
         self._until[buffer] = [(end, versions[end - 1]) for end in ends]
 
-    def now_of(self, before: int) -> None:
-        """What every row has drawn since this was last called is of the version `before`."""
-        for buffer, drawn in zip(self["buffer"].tolist(), self["drawn"].tolist(), strict=True):
+    def now_of(self, before: int, parked: Sequence[dict[str, np.ndarray]] = ()) -> None:
+        """What every row has drawn since this was last called is of the version `before`. `parked`: rows that left with `park`."""
+        every = [self._fields, *parked]
+        buffers, lengths = (np.concatenate([fields[name] for fields in every]).tolist() for name in ("buffer", "drawn"))
+        for buffer, drawn in zip(buffers, lengths, strict=True):
             if drawn:
                 self._until.setdefault(buffer, []).append((drawn, before))
 
@@ -115,6 +118,11 @@ class Rows:
             names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
             self._uniforms, self._ahead = uniforms(*names, position.astype(np.uint64)), 0
         return self._uniforms[:, self._ahead]
+
+    def ahead(self, count: int) -> np.ndarray:
+        """The uniforms of each row's next `count` tokens, [count, rows] float64."""
+        position = (self["drawn"] + np.arange(count)[:, None]).astype(np.uint64)
+        return uniforms(self["seed"], self["problem"], self["index"], position)
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append a token and its logprob to each row."""

@@ -156,6 +156,8 @@ class SamplingSettings:
     """Most sequences decoded at once on each device."""
     sampler: Literal["auto", "fast", "hf"] = "auto"
     """fast: own decoder (Llama and Qwen families); hf: the model's own forward; auto: fast where it is proved equal."""
+    sampler_cache: Literal["auto", "plain", "paged"] = "auto"
+    """paged: the cache in pages, and on a GPU graphs of several steps (fast decoder alone); plain: a rectangle a batch; auto: on a GPU paged where a trial gave the same samples, else plain."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

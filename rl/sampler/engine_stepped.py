@@ -1,0 +1,174 @@
+"""The engine over pages with several steps between two looks of the host: the device feeds, draws and ends by itself.
+
+The samples are those of the other engines, since each token's random number is known before. A step that lets requests in, and rows
+with top-k or top-p, go the way of `PagedEngine`; stop strings, which only the host can read, cut what was drawn past them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.cache import compaction
+from rl.sampler.decoder import Decoder
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.engine_paged import PagedEngine
+from rl.sampler.requests import Finished
+from rl.sampler.step_buffers import StepBuffers
+from rl.sampler.step_graphs import Steps, buckets
+
+LOOK = 8  # steps between two looks
+_CONDITIONS = 16  # kinds of stops there is room for at first
+
+
+class SteppedEngine(PagedEngine):
+    """As `PagedEngine`, with up to `look` tokens of each row in one `step`."""
+
+    def __init__(self, decoder: FastDecoder, *args: Any, look: int = LOOK, **settings: Any):
+        super().__init__(decoder, *args, **settings)
+        if look < 1:
+            raise ValueError(f"look={look}: the host looks after 1 step or more")
+        self.look = look
+        self.most: int | None = None  # a bound for the next `step`, where it matters to the caller how far it goes
+        self._steps: Steps | None = None
+        self._conditions = 0  # of the stop table on the device
+        self._stayed = np.zeros(0, np.int64)  # which of the rows before the last step looked at are there after it
+        self.looks = 0
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        self._come_back()
+        count = 0 if self._lets_in() or not self._without_cuts() else self._steps_ahead()
+        if count < 1:
+            return super().step()
+        tokens, logprobs = self._run(count)
+        finished: list[Finished] = []
+        columns = np.arange(len(self._rows))
+        for token_R, logprob_R in zip(tokens, logprobs, strict=True):
+            if len(columns):
+                finished += self._look_at(token_R[columns], logprob_R[columns])
+                columns = columns[self._stayed]
+        return finished
+
+    def change_weights(self, decoder: Decoder, version: int) -> None:
+        super().change_weights(decoder, version)
+        self._steps = None  # graphs read the weights they were captured with
+
+    def _look_at(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Finished]:
+        """What one step of the device gave the rows that were there: as the end of `Engine.step`."""
+        tokens, bad = tokens.copy(), np.isnan(logprobs)
+        if bad.any():
+            self._no_numbers(tokens, bad)
+        counters, rows = self.counters, len(self._rows)
+        self._rows.record(tokens, logprobs)
+        self._state.response_lengths = self._state.response_lengths + 1
+        counters.fed_tokens += rows
+        counters.steps += 1
+        counters.decoded_rows += rows
+        ended, stopped = self._ended(tokens)
+        self._stayed = compaction(~ended)
+        return self._retire(ended, stopped)
+
+    # ------------------------------------------------------------------------------------------- whether, and how far
+
+    def _lets_in(self) -> bool:
+        """Whether a request may come in now; with conversations in the cache, which make room for one, it is tried."""
+        if not len(self._rows):
+            return True
+        if not self._waiting or self._parked or len(self._rows) >= self.max_rows:
+            return False
+        if any(prompt.conversation is not None for prompt in self._prompts):
+            return True
+        job, keys = self._waiting[0], [prompt.key for prompt in self._prompts]
+        fresh = job.key not in keys
+        longest = max(int(self._state.prompt_lengths.max(initial=0)), len(job.key[0]))
+        return self._how_many(job, len(keys) + fresh, longest, len(self._rows), job.max_tokens) > 0
+
+    def _without_cuts(self) -> bool:
+        rows, vocab = self._rows, self.decoder.vocab_size
+        whole = ((rows["top_k"] < 1) | (rows["top_k"] >= vocab)) & (rows["top_p"] >= 1)
+        return bool((whole | (rows["temperature"] == 0)).all())
+
+    def _left(self) -> np.ndarray:
+        return self._rows["max_tokens"] - self._rows["drawn"]
+
+    def _steps_ahead(self) -> int:
+        """How many steps have pages; 0: some row has to wait first."""
+        tables, left = self._state.tables, self._left()
+        count = min(self.look, self.most or self.look, int(left.max()))
+        while count and tables.needed(np.minimum(left, count).tolist()) > tables.pool.free:
+            count //= 2
+        return count
+
+    # ----------------------------------------------------------------------------------------------------- the device
+
+    def _run(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """`count` steps of all rows: tokens and logprobs [count, rows]. One wait."""
+        steps, rows, state = self._made(), len(self._rows), self._state
+        left, written = self._left(), state.prompt_lengths[state.prompt_of_row] + state.response_lengths
+        state._copy_pages([state.tables.grow(row, int(n)) for row, n in zip(state.tables.rows, np.minimum(left, count), strict=True)])
+        size, bucket = state.page, steps.bucket(rows)
+        shared = state.tables.shared_pages()
+        self._say_rows(steps.buffers, bucket, left, written, shared, size)
+        self._say(steps.buffers.uniform[:count, :rows], self._rows.ahead(count))
+        width = max(len(row.pages) for row in state.tables.rows)
+        steps.run(bucket, min(width, steps.pages), bool(shared), count)
+        self.looks += 1
+        found = (steps.buffers.tokens[:count, :rows], steps.buffers.logprobs[:count, :rows])
+        both = torch.stack([one.double() for one in found]).cpu().numpy()
+        return both[0].astype(np.int64), both[1]
+
+    def _made(self) -> Steps:
+        table, state = self._stops.table, self._state
+        if self._steps is None or len(table) > len(self._steps.buffers.stops):
+            limit = self.kv_cache_tokens if self.max_context is None else min(self.max_context, self.kv_cache_tokens)
+            room = _CONDITIONS
+            while room < len(table):
+                room *= 2
+            rows = buckets(self.max_rows)[-1]
+            pages = state.tables.pages_for(limit) + 1  # a row that has ended stands one position past its last
+            made = StepBuffers.make(rows, pages, self.look, room, self.decoder.vocab_size, self.decoder.device)
+            self._steps = Steps(state.decoder, state.kv, made, self.max_rows)
+            self._conditions = 0
+        if len(table) > self._conditions:
+            self._say(self._steps.buffers.stops[: len(table)], table)
+            self._conditions = len(table)
+        return self._steps
+
+    def _say_rows(
+        self, b: StepBuffers, bucket: int, left: np.ndarray, written: np.ndarray, shared: list[tuple[list[int], list[int]]], size: int
+    ) -> None:
+        """The rows as they are now; those of the bucket that are nobody's have ended."""
+        rows, table = self._rows, np.zeros((bucket, b.table.shape[1]), np.int32)
+        skip, shares = np.zeros(bucket, np.int64), np.zeros(bucket, np.bool_)
+        groups = max(bucket // 2, 1)
+        shared_table, shared_length = np.zeros((groups, b.table.shape[1]), np.int32), np.zeros(groups, np.int32)
+        group = np.zeros(bucket, np.int64)
+        for number, (members, pages) in enumerate(shared):
+            skip[members], shares[members], group[members] = len(pages) * size, True, number
+            shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * size
+        for i, row in enumerate(self._state.tables.rows):
+            own = row.pages[skip[i] // size :]
+            table[i, : len(own)] = own
+        order = np.argsort(np.where(shares, group, groups), kind="stable")
+        counts = np.bincount(group[shares], minlength=groups)
+        greedy = rows["temperature"] == 0
+        padded = {"token": rows.last_tokens(), "position": written, "left": left, "stop_row": rows["stop_row"]}
+        for name, values in padded.items():
+            self._say(getattr(b, name)[:bucket], np.pad(values, (0, bucket - len(values))))
+        for name, values in {"skip": skip, "table": table, "shares": shares, "order": order, "place": np.argsort(order)}.items():
+            self._say(getattr(b, name)[:bucket], values)
+        self._say(b.greedy[:bucket], np.pad(greedy, (0, bucket - len(greedy))))
+        warm = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)
+        self._say(b.temperature[:bucket], np.pad(warm, (0, bucket - len(warm)), constant_values=1.0))
+        self._say(b.group[:bucket], group[order])
+        self._say(b.starts[: groups + 1], np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        self._say(b.shared_table[:groups], shared_table)
+        self._say(b.shared_length[:groups], shared_length)
+
+    @staticmethod
+    def _say(to: Tensor, values: np.ndarray) -> None:
+        to.copy_(torch.from_numpy(np.ascontiguousarray(values)), non_blocking=True)

@@ -1,0 +1,83 @@
+"""Which engine samples: asked for, or found out by a trial; a trial that fails says so and nothing changes but the speed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
+
+from rl.errors import UserError
+from rl.sampler import Engine, SteppedEngine, choice, make_decoder, make_engine, step_buffers
+
+
+def decoder_of(kind="qwen3", dtype=None, **changes):
+    return make_decoder(tiny_model(kind, **changes), dtype=dtype, kind="fast")
+
+
+def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
+    decoder = decoder_of()
+    assert type(make_engine(decoder)) is Engine and type(make_engine(decoder, "plain")) is Engine
+    engine = make_engine(decoder, "paged", eos_token_ids=(3,), kv_cache_tokens=512)
+    assert type(engine) is SteppedEngine and engine.eos_token_ids == (3,)
+    with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
+        make_engine(make_decoder(tiny_model("gpt2")), "paged")
+    with pytest.raises(ValueError, match="auto, plain, paged"):
+        make_engine(decoder, "pages")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "with adapters"])
+def test_a_trial_finds_nothing_where_both_are_right(kind, dtype):
+    model = tiny_model("qwen3" if kind == "with adapters" else kind, max_position_embeddings=1024)
+    decoder = make_decoder(add_lora(model, ["q_proj", "lm_head"]) if kind == "with adapters" else model, dtype=dtype, kind="fast")
+    assert choice.difference(decoder) is None
+
+
+FAULTS = {
+    "the draw": lambda real: lambda *args: ((real(*args)[0] + 1) % 41, real(*args)[1]),
+    "the logprob": lambda real: lambda *args: (real(*args)[0], real(*args)[1] - 0.2),
+    "no number": lambda real: lambda *args: (real(*args)[0], real(*args)[1] * torch.nan),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "the shared pages", "a page's end"])
+def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
+    """Planted, one at a time, as a kernel that a device runs wrongly would show."""
+    decoder = decoder_of(max_position_embeddings=1024)
+    if fault in FAULTS:
+        monkeypatch.setattr(step_buffers, "_draw", FAULTS[fault](step_buffers._draw))
+    else:
+        real = step_buffers._gathered
+
+        def gathered(q, kv, table, length):
+            return real(q, kv, table, length // 2 if fault == "the shared pages" and int(length.max()) in (256, 512) else
+                        length - (length % 256 == 1).int() * 1 if fault == "a page's end" else length)  # fmt: skip
+
+        monkeypatch.setattr(step_buffers, "_gathered", gathered)
+    try:
+        said = choice.difference(decoder)
+    except FloatingPointError:
+        said = "diverged"
+    assert said is not None
+
+
+def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch):
+    decoder = decoder_of()
+    decoder.device = torch.device("cuda")  # which this machine may not have: the trial meets what it meets
+    choice._refusal.cache_clear()
+    asked = []
+
+    def fails(small):
+        asked.append(small)
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    monkeypatch.setattr(choice, "difference", fails)
+    monkeypatch.setattr(choice, "Engine", lambda decoder, **settings: "plain")
+    with pytest.warns(UserWarning, match="no kernel image is available.*, so sampling goes the plain way") as said:
+        assert [make_engine(decoder) for _ in range(3)] == ["plain"] * 3
+    assert len(asked) == len(said) == 1
+    choice._refusal.cache_clear()
+    monkeypatch.setattr(choice, "difference", lambda small: None)
+    monkeypatch.setattr(choice, "SteppedEngine", lambda decoder, **settings: "stepped")
+    assert make_engine(decoder) == "stepped"
+    choice._refusal.cache_clear()

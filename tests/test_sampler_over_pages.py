@@ -1,0 +1,57 @@
+"""Every test of the engine, of conversations and of streams once more, with the cache in pages wherever the fast decoder decodes."""
+
+import pytest
+import test_sample_stream as streams
+import test_sampler_engine as engine
+from sampler_models import one_thread, tiny_model  # noqa: F401
+from test_sample_stream import policy  # noqa: F401
+
+from rl.clients import versions
+from rl.sampler import Engine, PagedEngine, Request, SteppedEngine, make_decoder
+from rl.sampler.decoder_fast import FastDecoder
+from rl.types import SamplingParams
+
+# These look at rectangles, or at positions that are no whole pages; in pages the budget is test_sampler_paged.py's.
+OTHER = {"test_the_budget_holds_and_rows_wait_for_it", "test_what_can_never_fit_is_an_error_with_numbers"}
+PAGE = 4
+made = []
+
+
+@pytest.fixture(autouse=True, params=["paged", "stepped"])
+def pages(monkeypatch, request):
+    if request.param == "stepped" and "no_row_is_decoded_in_vain" in request.node.name:
+        pytest.skip("it counts calls of a state, which steps that run by themselves do not make")
+
+    def over_pages(decoder, *args, **settings):
+        if type(decoder) is not FastDecoder:
+            return Engine(decoder, *args, **settings)
+        kind, more = (SteppedEngine, {"look": 3}) if request.param == "stepped" else (PagedEngine, {})
+        made.append(kind(decoder, *args, page=PAGE, **settings, **more))
+        return made[-1]
+
+    if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():
+        pytest.skip("the generic decoder keeps no pages")
+    for module in (engine, streams):
+        monkeypatch.setattr(module, "Engine", over_pages)
+    monkeypatch.setattr(versions, "make_engine", lambda decoder, cache, **settings: over_pages(decoder, **settings))
+    yield
+    for one in made:  # nothing stays behind but what conversations keep
+        tables = one._state.tables
+        assert not tables.rows or one.busy
+        held = {page for part in (*tables.rows, *tables.prompts) for page in part.pages}
+        assert len(tables.pool.held) - tables.pool.free == len(held)
+    made.clear()
+
+
+def _of(module):
+    return {name: test for name, test in vars(module).items() if name.startswith("test_") and name not in OTHER}
+
+
+assert not _of(engine).keys() & _of(streams).keys()
+globals().update(_of(engine) | _of(streams))
+
+
+def test_what_can_never_fit_in_whole_pages_is_an_error_with_numbers():
+    paged = PagedEngine(make_decoder(tiny_model("qwen3")), kv_cache_tokens=51, page=PAGE)
+    with pytest.raises(ValueError, match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51"):
+        paged.add(Request(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))

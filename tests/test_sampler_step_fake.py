@@ -1,0 +1,141 @@
+"""A step over static buffers on fake CUDA tensors: what a graph needs of it, seen without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl.sampler import make_decoder
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.step_buffers import StepBuffers, run_step
+from rl.sampler.weights import Weights
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default", "aten.unique_dim.default",
+         "aten._unique2.default", "aten.repeat_interleave.Tensor", "aten.lift_fresh.default", "aten.equal.default"}  # fmt: skip
+VIEWS = ("view", "_unsafe_view", "slice", "unsqueeze", "squeeze", "transpose", "t", "split", "select", "detach", "unbind", "empty",
+         "empty_like", "new_empty")  # fmt: skip
+FROM_NOTHING = {"empty", "zeros", "ones", "full", "arange", "scalar_tensor", "empty_strided", "rand", "randn"}
+
+
+class Recorder(TorchDispatchMode):
+    """What was done in order, with its shapes; what waits for the device or leaves it; what was made from nothing; Triton's launches."""
+
+    def __init__(self):
+        super().__init__()
+        self.done, self.waits, self.leaves, self.made, self.launched = [], [], [], [], Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, inside = str(func), [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        outside = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.done.append((name, *(tuple(t.shape) for t in (*inside, *outside))))
+        if name in WAITS:
+            self.waits.append(name)
+        if len({t.device.type for t in (*inside, *outside)}) > 1:
+            self.leaves.append(name)
+        if name.split(".")[1].removeprefix("new_") in FROM_NOTHING:
+            self.made.append((name, tuple(outside[0].shape)))
+        return out
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Triton's launches stand for what they give: shapes and dtypes, and a count."""
+    from kernels import draw_triton, step, step_triton
+
+    wire = Recorder()
+
+    def launched(name, give):
+        def work(*args, **kwargs):
+            wire.launched[name] += 1
+            return give(*args, **kwargs)
+
+        return work
+
+    like = torch.empty_like
+    monkeypatch.setattr(step_triton, "residual_rms", launched("residual_rms", lambda x, residual, weight, eps: like(residual)))
+    monkeypatch.setattr(step_triton, "silu_mul", launched("silu_mul", lambda gu: gu.new_empty(*gu.shape[:-1], gu.shape[-1] // 2)))
+    turned = lambda qkv, *rest: qkv.new_empty(len(qkv), rest[-1], qkv.shape[2])  # noqa: E731
+    monkeypatch.setattr(step_triton, "rope_append", launched("rope_append", turned))
+    give = lambda x, w, t, u, g: (u.new_empty(len(x), dtype=torch.int64), t.new_empty(len(x)))  # noqa: E731
+    monkeypatch.setattr(draw_triton, "draw", launched("draw", give))
+    for module in (step, sys.modules["kernels.draw"]):
+        monkeypatch.setattr(module, "on_device", lambda tensor: nullcontext())
+    return wire
+
+
+def fake_decoder(real: FastDecoder) -> FastDecoder:
+    """The same on fake CUDA tensors."""
+    weights = Weights()
+    weights.pieces = real.weights.pieces
+    weights.buffers = {key: torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda") for key, buffer in real.weights.buffers.items()}
+    return FastDecoder(real.architecture, weights)
+
+
+def two_steps(wire, model, rows, shared) -> tuple[list, int, StepBuffers]:
+    """The operations of a step, which must be those of the next one; the layers."""
+    real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
+    with FakeTensorMode():
+        decoder = fake_decoder(real)
+        a = decoder.architecture
+        kv = [torch.empty(2, 30, 256, a.key_heads, a.head_width, dtype=torch.bfloat16, device="cuda") for _ in decoder.layers]
+        rope = torch.empty(2, 2048, a.head_width, dtype=torch.bfloat16, device="cuda")
+        buffers = StepBuffers.make(32, 8, 8, 16, decoder.vocab_size, torch.device("cuda"))
+        found = []
+        for _ in range(2):
+            wire.done.clear()
+            with wire:
+                run_step(decoder, kv, rope, buffers, rows, 8, shared)
+            found.append(list(wire.done))
+        assert found[0] == found[1]
+        return found[0], len(decoder.layers), buffers
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "qwen3 with adapters"])
+def test_a_step_waits_for_nothing_and_is_the_same_every_time(recorder, kind, shared):
+    name, _, more = kind.partition(" with ")
+    model = tiny_model(name)
+    two_steps(recorder, add_lora(model, ["q_proj", "o_proj", "gate_proj", "down_proj"]) if more else model, 24, shared)
+    assert recorder.waits == [] and recorder.leaves == []
+    assert recorder.launched == {"residual_rms": 2 * 5, "silu_mul": 2 * 2, "rope_append": 2 * 2, "draw": 2}  # two steps of two layers
+
+
+def test_the_count_sees_what_a_graph_cannot_have(recorder):
+    """Planted: one wait, one copy to the host, one tensor out of nothing."""
+    with FakeTensorMode(), recorder:
+        x = torch.empty(3, device="cuda")
+        x.cpu()
+        assert recorder.leaves
+        with pytest.raises(Exception, match="item|data-dependent|scalar"):
+            x.sum().item()
+    assert recorder.waits == ["aten._local_scalar_dense.default"] or recorder.made
+
+
+def test_a_layer_is_ten_launches(recorder):
+    """Without adapters: four products and attention (two: torch zeroes a random state for it), and four of our own, seen apart."""
+    short = {}
+    for layers in (1, 3):
+        recorder.launched.clear()
+        done, _, _ = two_steps(recorder, tiny_model("llama", num_hidden_layers=layers), 16, False)
+        short[layers] = Counter(name for name, *_ in done if not name.startswith("prim") and name.split(".")[1] not in VIEWS)
+        assert sum(recorder.launched.values()) == 2 * (4 * layers + 2)  # two steps; the norm and the draw at the end
+    assert short[3] - short[1] == {"aten.mm.default": 2 * 4, "torch_attn._varlen_attn.default": 2}
+
+
+def test_there_are_no_logits(recorder):
+    done, _, _ = two_steps(recorder, tiny_model("llama", vocab_size=5000), 24, True)
+    assert not [name for name, *shapes in done if (24, 5000) in shapes]
+    recorder.done.clear()
+    with FakeTensorMode(), recorder:  # planted: what a head by itself would have left
+        torch.mm(torch.empty(24, 32, device="cuda"), torch.empty(32, 5000, device="cuda"))
+    assert [name for name, *shapes in recorder.done if (24, 5000) in shapes]
