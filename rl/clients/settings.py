@@ -9,12 +9,16 @@ from rl.learner import LearnerSettings
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts."""
+    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts.
+
+    tp: so many consecutive ranks hold the weights together, each its part, and sample together; cache and rows are then of all of them.
+    """
 
     kv_cache_tokens: int = 262_144
     max_rows: int = 1024
     kind: str = "auto"
     router_replay: bool = False
+    tp: int = 1
 
 
 @dataclass(frozen=True)
