@@ -57,6 +57,10 @@ class Decoder(abc.ABC):
     ) -> None:
         """Show the logits of every position of each prompt to its reader; nothing is kept. `images`: of each prompt, where any has some."""
 
+    def agreed(self, drawn: Tensor) -> Tensor:
+        """What was drawn from its logits; where several ranks hold the decoder, what the first of them drew, on all."""
+        return drawn
+
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         """Raises UserError for images that this decoder cannot read."""
         if images:
