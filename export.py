@@ -12,9 +12,10 @@ from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("weights", metavar="WEIGHTS", help="a run's folder, a checkpoint, or a folder of weights")
-parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new, or empty")
+parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new, or empty, unless --overwrite")
 parser.add_argument("--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)")
 parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base: weights that need nothing else")
+parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT, once the new one is whole; nothing else")
 parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the numbers written (default fp32)")
 parser.add_argument("--push", metavar="REPO", help="also upload it to this repository of the Hugging Face hub (made private if it is new)")
 
@@ -25,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     from rl.run import described, export, push
 
     console = Console(highlight=False, soft_wrap=True)
-    found = export(args.weights, args.out, name=args.checkpoint, merged=args.merge, dtype=args.dtype)
+    found = export(args.weights, args.out, name=args.checkpoint, merged=args.merge, dtype=args.dtype, overwrite=args.overwrite)
     console.print(described(found), markup=False)
     if args.push:
         console.print(f"pushed to {push(args.out, args.push)}", markup=False)

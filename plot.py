@@ -1,24 +1,34 @@
-"""Draw a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o curves.png]`."""
+"""Draw a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o curves.png]`.
+
+The picture goes to curves.png in the folder of the run; of several runs to curves.png here; or where -o says, a name that ends with
+.png, .svg or .pdf (or the last of the names, where that is one). A folder there: curves.png in it.
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.report import CURVES, draw
+from rl.report import CURVES, PICTURES, draw
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("runs", nargs="+", type=Path, help="folders of runs (or their metrics.jsonl)")
-parser.add_argument("-o", "--out", type=Path, help=f"picture to write (default: {CURVES} in the first run's folder)")
+parser.add_argument("-o", "--out", type=Path, help=f"picture to write (default: {CURVES} in the run's folder; of several runs, here)")
 parser.add_argument("--labels", nargs="+", help="names in the legend, one a run (default: the folders' names)")
 
 
 def main() -> int:
     args = parser.parse_args()
+    if len(args.runs) > 1 and args.runs[-1].suffix.lower() in PICTURES and not args.runs[-1].is_dir():
+        *args.runs, last = args.runs
+        if args.out is not None:
+            parser.error(f"{last} and -o {args.out} both name the picture: give one of them")
+        args.out = last
     first = args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent
     default = first / CURVES if len(args.runs) == 1 else Path(CURVES)
+    out = args.out or default
     try:
-        print(draw(args.runs, args.out or default, args.labels))
+        print(draw(args.runs, out / CURVES if out.is_dir() else out, args.labels))
     except (OSError, ImportError, UserError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
-from cookbook_world import NAMES, STUDENT, TEACHER, lay_out  # noqa: E402
+from cookbook_services import Stand, start_chroma  # noqa: E402
+from cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
 
 RESULTS = REPO / "bench" / "results" / "cookbook.csv"
 PACKAGE = "tinker_cookbook.recipes"
@@ -31,6 +33,7 @@ SMALL_RL = ["batch_size=4", "group_size=4", "max_steps=2"]
 TRAIN = [f"model_name={STUDENT}", "lora_rank=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]
 MATH = [*TRAIN, "group_size=4", "groups_per_batch=4", "max_tokens=8", "loss_fn=importance_sampling"]
 DISTILL = [*TRAIN, "group_size=2", "max_tokens=16"]
+TOOLS = ["renderer_name=qwen3_disable_thinking", "lora_rank=8", "group_size=4", "max_steps=2", "behavior_if_log_dir_exists=delete"]
 GAME = [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "max_steps=1", "eval_every=0", "behavior_if_log_dir_exists=delete"]
 
 # name: (module, settings)
@@ -79,11 +82,24 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
              "eval_every=0"]),
     "prompt distillation": ("prompt_distillation.train", [*TRAIN, "file_path=conversations.jsonl", "batch_size=4", "max_length=256",
                                                           "renderer_name=qwen3"]),
+    "code_rl": ("code_rl.train", [f"model_name={CODER}", *TOOLS, "groups_per_batch=4", "max_tokens=8", "eval_every=1"]),
+    "search_tool": ("search_tool.train", [f"model_name={SEARCHER}", *TOOLS, "batch_size=4", "max_tokens=8", "max_turns=3",
+                                          "chroma_host=127.0.0.1", "chroma_port=CHROMA"]),
+    "decisions demo": ("decisions.demo", [f"model_name={STUDENT}"]),
+    "decisions forecasting": ("decisions.forecasting", [*TRAIN, "renderer_name=qwen3_disable_thinking", "data_path=markets.csv",
+                                                        "batch_size=4", "eval_every=1"]),
+    "evaluators": ("tinker_cookbook.eval.custom_evaluators", []),
+    "evaluators inspect": ("tinker_cookbook.eval.run_inspect_evals", [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking",
+        "tasks=tinker_cookbook.eval.custom_inspect_task:example_lm_as_judge", "max_tokens=16"]),
+    "rollouts in a pool of processes": ("cookbook_pool", [f"model_name={STUDENT}", "max_tokens=16", "max_steps=1",
+                                                          "loss_fn=importance_sampling"]),
 }  # fmt: skip
+TYPED = {"decisions demo": "How do I install the package?\n"}  # what a person would
 
 
 def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
-    bases = [word for name in NAMES for word in ("--base-model", f"{name}={work / 'model'},{work / 'tokenizer'}")]
+    stands_on = {name: "model" for name in NAMES} | {CODER: "coder", SEARCHER: "searcher"}
+    bases = [word for name, model in stands_on.items() for word in ("--base-model", f"{name}={work / model},{(work / name).resolve()}")]
     command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", tempfile.mkdtemp(prefix="served-", dir=work)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
     assert process.stdout is not None
@@ -96,10 +112,10 @@ def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
 class Client:
     """The environment that has tinker-cookbook: a process (bench/cookbook_client.py) that forks for each recipe."""
 
-    def __init__(self, python: str, url: str, work: Path):
+    def __init__(self, python: str, url: str, work: Path, services: dict[str, str]):
         environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
                        "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf"),
-                       "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs")}  # fmt: skip
+                       "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs"), "HOME": str(work), **services}  # fmt: skip
         command = [python, str(REPO / "bench" / "cookbook_client.py")]
         self.process = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -110,7 +126,8 @@ class Client:
 
 
 METRICS = ("env/all/reward/total", "test/env/all/reward/total", "reward/total", "env/all/correct", "optim/kl_sample_train_v1",
-           "kl_pre_post", "grad_norm", "train_mean_nll", "test/nll", "dpo_loss", "accuracy", "teacher_kl", "kl_policy_base")  # fmt: skip
+           "kl_pre_post", "grad_norm", "train_mean_nll", "test/nll", "dpo_loss", "accuracy", "teacher_kl", "kl_policy_base",
+           "train/loss", "train/accuracy", "test/brier_reward")  # fmt: skip
 
 
 def folder_of(name: str, work: Path) -> Path:
@@ -126,19 +143,27 @@ def seen_of(name: str, work: Path) -> tuple[int, str]:
     return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
 
 
-def run(name: str, client: Client, work: Path, seconds: float) -> dict[str, str]:
+def answered(said: list[str]) -> str:
+    """What a recipe without metrics printed of what it found."""
+    found = re.findall(r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(said))
+    return "; ".join(dict.fromkeys(word.replace('"', "").replace("'", "") for word in found))
+
+
+def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> dict[str, str]:
     module, settings = RECIPES[name]
+    module = module if module.startswith(("tinker_cookbook.", "cookbook_")) else f"{PACKAGE}.{module}"
     logs = folder_of(name, work)
-    arguments = [*settings, f"log_path={logs}"] if "rlhf" not in name else settings
+    logged = "rlhf" not in name and name != "decisions demo" and ".eval." not in module
+    arguments = [word.replace("CHROMA", str(chroma)) for word in settings] + [f"log_path={logs}"] * logged
     begin, out = time.monotonic(), work / f"{logs.name}.out"
-    code = client.run(module=f"{PACKAGE}.{module}", arguments=arguments, out=str(out), seconds=seconds)
+    code = client.run(module=module, arguments=arguments, out=str(out), seconds=seconds, typed=TYPED.get(name, ""))
     took = time.monotonic() - begin
     said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    rows, seen = seen_of(name, work)
+    rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, answered(said))
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
     why = "" if code == 0 else (said[-1] if said else "").replace(f"{work}/", "")[:240]
     print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
-    return {"recipe": name, "module": f"{PACKAGE}.{module}", "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(rows),
+    return {"recipe": name, "module": module, "outcome": outcome, "seconds": f"{took:.0f}", "rows": str(rows),
             "seen": seen, "why": why}  # fmt: skip
 
 
@@ -166,15 +191,18 @@ def main() -> None:
         if not (work / "openai").exists():
             lay_out(work, args.data.resolve(), problems=12)
         server, url = start_server(work, work / "server.log")
-        client = Client(args.python, url, work)
+        stand = Stand()
+        chroma, port = start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
+        client = Client(args.python, url, work, stand.environment(work))
         try:
             for name in args.only.split(";"):
-                keep(run(name, client, work, args.seconds))
+                keep(run(name, client, work, args.seconds, port))
+            print(f"asked of the stand-ins: {stand.counts}")
         finally:
-            client.process.terminate()
-            client.process.wait(60)
-            server.terminate()
-            server.wait(60)
+            for process in (client.process, server, *([chroma] if chroma else [])):
+                process.terminate()
+                process.wait(60)
+            stand.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs recipes of tinker-cookbook as `python -m` would, each in a fork of a process that has imported what all of them need.
 
-Reads a line of JSON for each, {"module", "arguments", "out", "seconds"}, and answers with {"code"}; 124: it was out of time.
+Reads a line of JSON for each, {"module", "arguments", "out", "seconds", "typed"}, and answers with {"code"}; 124: it was out of time.
 """
 
 import atexit
@@ -21,11 +21,14 @@ from tinker_cookbook.rl import train  # noqa: F401
 torch.set_num_threads(1)
 
 
-def recipe(module: str, arguments: list[str], out: str) -> int:
+def recipe(module: str, arguments: list[str], out: str, typed: str) -> int:
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    ends, begins = os.pipe()
+    os.write(begins, typed.encode())
+    os.close(begins)
+    os.dup2(ends, 0)
     os.setsid()  # what it starts ends with it
     sys.argv = [module, *arguments]
     code = 0
@@ -46,7 +49,7 @@ for line in sys.stdin:
     asked = json.loads(line)
     child = os.fork()
     if child == 0:
-        os._exit(recipe(asked["module"], asked["arguments"], asked["out"]))
+        os._exit(recipe(asked["module"], asked["arguments"], asked["out"], asked["typed"]))
     end, status = time.monotonic() + asked["seconds"], None
     while status is None and time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
 NAMES = (STUDENT, TEACHER, "Qwen/Qwen3.5-9B")  # the last answers in twenty questions, whatever the settings say
+CODER, SEARCHER = "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"  # say a program, and a call or an answer; with words of their own
+PROGRAM, CLOSE, REPLY = "```python\nprint(", ")\n```", "Answer: "
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query_list": ["How many legs has a spider"]}}\n</tool_call>'
 WORDS = 2000  # of Qwen3's vocabulary: the bytes and the first merges
 ANSWERS = ("1", "2", "3", "4")
+END = "<|im_end|>"
+Encode = Callable[[str], list[int]]
+Steps = list[tuple[list[int] | None, list[int]]]  # after any of these tokens (None: after any other) one of those
 _CERTAIN = 13.0  # logit of what the model says next; that of all else is 0
 
 
-def small_tokenizer(folder: Path, whole: Path) -> None:
-    """Qwen3's tokenizer with its first words, and its special tokens behind them."""
+def small_tokenizer(folder: Path, whole: Path, more: Sequence[str] = ()) -> None:
+    """Qwen3's tokenizer with its first words, its special tokens behind them, and further words of any length."""
     folder.mkdir(parents=True)
     vocab = {token: i for token, i in json.loads((whole / "vocab.json").read_text()).items() if i < WORDS}
     (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False))
@@ -22,11 +30,34 @@ def small_tokenizer(folder: Path, whole: Path) -> None:
     config = json.loads((whole / "tokenizer_config.json").read_text())
     first = min(map(int, config["added_tokens_decoder"]))
     config["added_tokens_decoder"] = {str(int(i) - first + WORDS): one for i, one in config["added_tokens_decoder"].items()}
+    first = max(map(int, config["added_tokens_decoder"])) + 1
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": False}
+    config["added_tokens_decoder"] |= {str(first + i): {"content": word, **plain} for i, word in enumerate(more)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def answering_model(folder: Path, tokenizer: Path) -> None:
-    """A tiny model whose answer to anything is \\boxed{1} to \\boxed{4}, now and then another text: so rewards differ within a group.
+def boxed(encode: Encode) -> Steps:
+    """\\boxed{1} to \\boxed{4}."""
+    begin, digits = encode("\\boxed{"), [encode(text)[0] for text in ANSWERS]
+    assert len(set(begin)) == len(begin)
+    steps: Steps = [(None, begin[:1]), *(([before], [after]) for before, after in zip(begin, begin[1:], strict=False))]
+    return [*steps, (begin[-1:], digits), (digits, encode("}")), (encode("}"), encode(END))]
+
+
+def program(encode: Encode) -> Steps:
+    """A program that prints 1 to 4."""
+    digits = [encode(text)[0] for text in ANSWERS]
+    return [(None, encode(PROGRAM)), (encode(PROGRAM), digits), (digits, encode(CLOSE)), (encode(CLOSE), encode(END))]
+
+
+def search(encode: Encode) -> Steps:
+    """A call of the search, or an answer, 6 to 9."""
+    digits = [encode(text)[0] for text in "6789"]
+    return [(None, encode(CALL) + encode(REPLY)), (encode(CALL), encode(END)), (encode(REPLY), digits), (digits, encode(END))]
+
+
+def answering_model(folder: Path, tokenizer: Path, says: Callable[[Encode], Steps] = boxed) -> None:
+    """A tiny model whose answer to anything is what `says`, now and then another text: so rewards differ within a group.
 
     Its layers add nothing: what it says next depends on the last token alone, until an adapter learns more. Nothing is trained.
     """
@@ -36,13 +67,7 @@ def answering_model(folder: Path, tokenizer: Path) -> None:
 
     loaded = load_model("tiny:chat", tokenizer=str(tokenizer), seed=1)
     model, words = loaded.model, loaded.tokenizer
-    begin = words.encode("\\boxed{", add_special_tokens=False)
-    choices, close = [words.encode(text, add_special_tokens=False) for text in ANSWERS], words.encode("}", add_special_tokens=False)
-    assert all(len(one) == 1 for one in choices) and len(close) == 1 and len(set(begin)) == len(begin)
-    end = words.convert_tokens_to_ids("<|im_end|>")
-    digits = [one[0] for one in choices]
-    steps = [(None, begin[:1]), *(([before], [after]) for before, after in zip(begin, begin[1:], strict=False))]
-    steps += [(begin[-1:], digits), (digits, close), (close, [end])]
+    steps = says(lambda text: words.encode(text, add_special_tokens=False))
     with torch.no_grad():
         embed = model.get_input_embeddings().weight
         head = torch.zeros_like(embed)
@@ -68,15 +93,16 @@ def rows_of(file: Path, limit: int | None = None) -> list[dict]:
 
 
 def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
-    """A data set where datasets.load_dataset(name) looks first: a folder of that name."""
-    folder = work / name / config
+    """A data set where datasets.load_dataset(name) looks first: a folder of that name. Each further config of a name adds to it."""
+    folder, card = work / name / config, work / name / "README.md"
     folder.mkdir(parents=True)
     listed = []
     for split, rows in splits.items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         listed.append(f"  - split: {split}\n    path: {config}/{split}.jsonl")
-    card = f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n" + "\n".join(listed) + "\n---\n"
-    (work / name / "README.md").write_text(card)
+    before = card.read_text().removesuffix("---\n") if card.is_file() else "---\nconfigs:\n"
+    default = "" if card.is_file() else "  default: true\n"
+    card.write_text(f"{before}- config_name: {config}\n{default}  data_files:\n" + "\n".join(listed) + "\n---\n")
 
 
 def lay_out(work: Path, data: Path, problems: int) -> None:
@@ -84,9 +110,14 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
     model gives now and then), which are all that a recipe with a batch of 128 groups gets."""
     small_tokenizer(work / "tokenizer", data / "tokenizers" / "qwen3")
     answering_model(work / "model", work / "tokenizer")
-    for name in NAMES:
+    small_tokenizer(work / "tools", data / "tokenizers" / "qwen3", (PROGRAM, CLOSE, REPLY, CALL))
+    answering_model(work / "coder", work / "tools", program)
+    answering_model(work / "searcher", work / "tools", search)
+    for name in (*NAMES, CODER, SEARCHER):
         (work / name).parent.mkdir(parents=True, exist_ok=True)
-        (work / name).symlink_to(work / "tokenizer")
+        (work / name).symlink_to(work / ("tokenizer" if name in NAMES else "tools"))
+    _tools(work)
+    _markets(work / "markets.csv")
     answered = {"train": [row for row in rows_of(data / "gsm8k" / "train.jsonl") if row["answer"].split("#### ")[-1] in ANSWERS]}
     short = sorted(answered["train"], key=lambda row: len(row["question"]))
     hub_folder(work, "openai/gsm8k", "main", {"train": short[:problems], "test": short[problems : problems + 8]})
@@ -110,3 +141,34 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
     convo = [{"role": "user", "content": "Say hello"}]
     (work / "rubric.jsonl").write_text((json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8)
     (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+def _tools(work: Path) -> None:
+    """Problems for code_rl, whose answers the coder prints now and then, and questions for search_tool, in the files of their data sets."""
+    import pandas
+
+    tests = {n: json.dumps([{"input": "", "output": f"{n}\n", "testtype": "stdin_stdout"}]) for n in ANSWERS}
+    tasks = [{"problem": f"Print {n}.", "tests": tests[n], "metadata": "{}", "starter_code": ""} for n in ANSWERS] * 4
+    for config, split in (("primeintellect", "train"), ("taco", "train"), ("codeforces", "test")):
+        hub_folder(work, "agentica-org/DeepCoder-Preview-Dataset", config, {split: tasks})
+    hub_folder(work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", {"train": tasks, "test": tasks[:4]})
+    asked = [{"question": "How many legs has a spider?", "golden_answers": ["8"], "data_source": "nq"},
+             {"question": "How many days has a week?", "golden_answers": ["7"], "data_source": "hotpotqa"}] * 8  # fmt: skip
+    for split in ("train", "test"):
+        folder = work / ".cache" / "tinker-cookbook" / "PeterJinGo" / "nq_hotpotqa_train" / split
+        folder.mkdir(parents=True)
+        pandas.DataFrame(asked).to_parquet(folder / f"{split}.parquet")
+
+
+def _markets(path: Path) -> None:
+    """Questions with an outcome before and after the day at which decisions.forecasting splits them."""
+    columns = ("submission_id", "event_ticker", "title", "snapshot_time", "close_time", "market_outcome", "category", "markets", "sources")
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for i in range(24):
+            day, odd = ("2025-10-%02d" if i < 16 else "2025-11-%02d") % (1 + i % 16), i % 2
+            source = {"title": "Parity", "summary": f"{i} is {'odd' if odd else 'even'}.", "ranking": 1}
+            found = (str(i), f"E{i}", f"Will {i} be odd?", f"{day}T00:00:00", f"{day}T12:00:00", json.dumps({"Odd": odd}), "Numbers",
+                     json.dumps(["Odd"]), json.dumps([source]))  # fmt: skip
+            writer.writerow(dict(zip(columns, found, strict=True)))

@@ -33,6 +33,7 @@ TESTS = {
     "offline": "test_offline.py::test_it_improves_on_the_behaviour_policy_from_mixed_rollouts",
     "null_controls": "test_null_controls.py::test_only_true_rewards_raise_accuracy",
     "own_answers": "test_own_answers.py::test_addition_is_learnt_from_ones_own_answers",
+    "guess_number": "test_games_learn.py::test_guess_number_is_learnt",
 }
 
 

@@ -49,9 +49,9 @@ class Sides:
 
 
 def hand_over_seconds(shape: ModelShape, driver: Driver, samplers: int) -> float:
-    """Trained weights in fp32, once to rank 0's memory and down a tree to every sampler."""
-    size = 4.0 * shape.trainable
-    return size / TO_HOST + size / driver.network * max(1, math.ceil(math.log2(samplers + 1)))
+    """Trained weights, in fp32 to rank 0's memory and as samplers keep them (bf16, adapters in fp32) down a tree to every sampler."""
+    crossing = 2.0 * (shape.trainable - shape.adapters) + 4.0 * shape.adapters
+    return 4.0 * shape.trainable / TO_HOST + crossing / driver.network * max(1, math.ceil(math.log2(samplers + 1)))
 
 
 def split(

@@ -79,6 +79,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_linear": {"head_dim": 4, "linear_head_dim": 8, "linear_num_heads": 4},
     "modernbert-decoder": {"cls_token_id": 1, "global_attn_every_n_layers": 2},
     "nemotron": {"num_key_value_heads": 2},
+    "phi4_multimodal": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "audio_config": {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 2, "num_attention_heads": 4, "ext_pw_out_channel": 32,
+                         "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}},
     "prophetnet": {"num_decoder_layers": 2, "num_encoder_layers": 1, "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
                    "is_decoder": True, "add_cross_attention": False},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,

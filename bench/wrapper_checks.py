@@ -3,67 +3,15 @@
 from __future__ import annotations
 
 import re
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-from rl.environments import EnvironmentGroup, Limits, resolve_environment
+from wrapper_scripted import Found, Scripted, counted, played, refused, renderer
+from wrapper_servers import mcp_episodes, openenv_episodes
+
+from rl.environments import resolve_environment
 from rl.episodes import Rollouts, rollout
-from rl.models import load_model
-from rl.renderers import Renderer, get_renderer
-from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
-
-Found = tuple[int, int, list[str]]
-
-
-def renderer() -> Renderer:
-    return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
-
-
-class Scripted:
-    """A sampler whose answer is a function of the prompt's text, with the end mark that the renderer reads."""
-
-    info = {"max_context": None}
-
-    def __init__(self, render: Renderer, says: Callable[[str], str]):
-        self.render, self.says = render, says
-
-    def sample_many(self, requests: Sequence[Any]) -> Any:
-        responses = []
-        for request in requests:
-            text = self.says(self.render.tokenizer.decode(list(request.prompt)))
-            tokens = [*self.render.encode(text), *sorted(self.render.ends)[:1]]
-            one = SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)
-            responses.append(SampleResponse([one] * request.num_samples))
-        return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
-
-
-def played(spec: Any, says: Callable[[str], str], *, rows: Sequence[dict] = ({},), group: int = 1, seconds: float = 30.0) -> Rollouts:
-    """Episodes of an environment through the rollout."""
-    render = renderer()
-    metas = [{k: v for k, v in row.items() if k != "messages"} for row in rows]
-    problems = [Problem(row.get("messages", ()), meta, index=i) for i, (row, meta) in enumerate(zip(rows, metas, strict=True))]
-    groups = [EnvironmentGroup(spec, problem, group, render, limits=Limits(turns=40, seconds=seconds)) for problem in problems]
-    return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)
-
-
-def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
-    """Runs each case; what is false or raises is named."""
-    bad = []
-    for name, case in cases:
-        try:
-            if not case():
-                bad.append(f"{name}: does not hold")
-        except Exception as error:
-            bad.append(f"{name}: {type(error).__name__}: {str(error)[:100]}")
-    return len(cases) - len(bad), len(cases), bad
-
+from rl.types import SamplingParams
 
 # ------------------------------------------------------------------------------------------------------ reasoning-gym
 
@@ -206,154 +154,8 @@ def skyrl_episodes() -> Found:
         ("a wrong answer", lambda: wrong == [0.0]),
         ("several turns, each with its reward", lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
         ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
-        ("an unknown name", lambda: _refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
+        ("an unknown name", lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
     ])  # fmt: skip
-
-
-def _refused(name: str, text: str, **settings: Any) -> bool:
-    try:
-        resolve_environment(name, **settings).make()
-    except ValueError as error:
-        return text in str(error)
-    return False
-
-
-# ------------------------------------------------------------------------------------------------------------- servers
-
-OPENENV_SERVER = '''
-import sys, uvicorn
-from openenv.core.env_server.http_server import create_fastapi_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
-class Say(Action):
-    message: str
-
-class Heard(Observation):
-    text: str = ""
-    left: int = 0
-
-class Count(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-    def __init__(self):
-        super().__init__()
-        self.left = 0
-    def reset(self, seed=None, episode_id=None, **more):
-        self.left = 3
-        return Heard(text=f"Say {self.left}", left=self.left)
-    def step(self, action, timeout_s=None, **more):
-        right = action.message.strip() == str(self.left)
-        self.left -= 1
-        return Heard(text=f"Say {self.left}", left=self.left, reward=1.0 if right else 0.0, done=self.left == 0)
-    @property
-    def state(self):
-        return State(step_count=3 - self.left)
-
-uvicorn.run(create_fastapi_app(Count, Say, Heard, max_concurrent_envs=16), port=int(sys.argv[1]), log_level="error")
-'''
-
-MCP_SERVER = '''
-import sys, time
-from mcp.server.mcpserver import MCPServer
-server = MCPServer("numbers")
-
-@server.tool()
-def multiply(a: int, b: int) -> int:
-    """Multiplies two whole numbers."""
-    return a * b
-
-@server.tool()
-def fail(why: str) -> str:
-    """Fails."""
-    raise ValueError(why)
-
-@server.tool()
-def hang() -> str:
-    """Never answers."""
-    time.sleep(1000)
-
-server.run()
-'''
-
-
-def _script(text: str) -> str:
-    path = Path(tempfile.mkdtemp()) / "server.py"
-    path.write_text(text)
-    return str(path)
-
-
-def openenv_episodes() -> Found:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen([sys.executable, _script(OPENENV_SERVER), str(port)])
-    try:
-        for _ in range(240):
-            time.sleep(0.5)
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-        spec = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", show="text")
-        found = played(spec, lambda prompt: re.findall(r"Say (\d)", prompt)[-1], rows=[{}, {}], group=2)
-        wrong = played(spec, lambda prompt: "9")
-        turns = found.groups[0].trajectories_G[0].transitions if found.groups else []
-        asjson = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", action="json")
-        strange = played(asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}')
-        metrics = [t.metrics for t in strange.groups[0].trajectories_G[0].transitions]
-        return counted([
-            ("episodes side by side", lambda: [g.get_total_rewards() for g in found.groups] == [[3.0, 3.0]] * 2),
-            ("each turn has its reward", lambda: [t.reward for t in turns] == [1.0] * 3),
-            ("wrong answers earn nothing", lambda: wrong.groups[0].get_total_rewards() == [0.0]),
-            ("an answer that is no action is told and counted", lambda: metrics[0].get("malformed_action") == 1.0 and len(metrics) == 4),
-            ("a server that is not there costs the episode", lambda: _nobody("openenv", url="http://127.0.0.1:9", wait_seconds=5.0)),
-        ])  # fmt: skip
-    finally:
-        server.terminate()
-
-
-def _nobody(name: str, **settings: Any) -> bool:
-    row = {"messages": [{"role": "user", "content": "?"}], "answer": "x"}
-    found = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
-    return not found.groups and len(found.errors) == 1
-
-
-def mcp_episodes() -> Found:
-    command = f"{sys.executable} {_script(MCP_SERVER)}"
-    from rl.environments.tools import run_calls
-    from rl.environments.wrappers.mcp import McpServer
-
-    server = McpServer(command, seconds=60.0)
-    try:
-        tools = {one.name: one for one in server.tools()}
-
-        def called(name: str, **arguments: Any) -> Any:
-            (call,) = run_calls({"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}, tools)
-            return call
-
-        object.__setattr__(tools["hang"], "seconds", 2.0)
-        hung = called("hang")
-        cases = [
-            ("its tools are listed", lambda: sorted(tools) == ["fail", "hang", "multiply"]),
-            ("their descriptions and parameters", lambda: all(w in str(tools["multiply"].schema) for w in ("Multiplies", "integer"))),
-            ("a call is answered", lambda: called("multiply", a=6, b=7).answer == "42"),
-            ("one that fails says so", lambda: "fail" in (called("fail", why="no luck").error or "")),
-            ("arguments that it does not take", lambda: called("multiply", a="six").error is not None),
-            ("one that hangs is given up", lambda: "longer than 2 s" in (hung.error or "")),
-        ]  # fmt: skip
-        found = counted(cases)
-    finally:
-        server.close()
-    spec = resolve_environment("mcp", server=command, only="multiply", call_seconds=60.0)
-    made = spec.make()
-    made.row, made.calls = {"messages": [{"role": "user", "content": "6*7?"}], "answer": "42"}, []
-    made.start()
-    whole = counted([
-        ("an environment offers what it is asked for", lambda: [one.name for one in made.tools] == ["multiply"]),
-        ("and pays by a reward", lambda: made.step({"role": "assistant", "content": "42"}).reward == 1.0),
-        ("a server that is not there costs the episode", lambda: _nobody("mcp", server="false", call_seconds=20.0)),
-    ])  # fmt: skip
-    made.close()
-    return found[0] + whole[0], found[1] + whole[1], found[2] + whole[2]
 
 
 # ------------------------------------------------------------------------------------------------------ tinker-cookbook

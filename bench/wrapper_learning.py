@@ -2,10 +2,12 @@
 
     python bench/wrapper_learning.py textarena --seeds 0 1 2 --out bench/results/wrapper_learning.csv
 
-textarena: its GuessTheNumber of 1 to 8 in four guesses, after a few steps of SFT on games in which half of the guesses halve what is left
-and the others are any number; the bar is the share of games won.
-reasoning_gym: its chain_sum by curriculum (--curriculum success over two levels), after a few steps of SFT on rows of the easier one;
-the bar is the share of right answers over both.
+textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in which half of the guesses halve what is left and the
+others are any number. The bar is the share of games won, and wins alone are paid: the game's own reward of a game lost is how near the
+last guess came, 0.8 or so, and rises while games are lost.
+reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3 letters and of up to 5), after SFT on
+answers of which every fourth has its letters in any order. The bar is the share of right answers over both levels, sampled. Its words are
+those of one list, so that held-out questions are drawn anew, but a word may have been met.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ SETTINGS = {
         "game": "GuessTheNumber-v0",
         "rules": False,
         "brackets": True,
+        "wins_only": True,
         "config": '{"min_number": 1, "max_number": 8, "max_turns": 3}',
     },
-    "reasoning_gym": {"task": "chain_sum", "levels": 2},
+    "reasoning_gym": {"task": "spell_backward", "levels": 2},
 }
 
 
@@ -54,13 +57,14 @@ class Task:
 
 TASKS = {
     "textarena": Task(
-        "won", 0.9, 1, 200, 60,
+        "won", 0.9, 1, 500, 150,
         "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
     ),
     "reasoning_gym": Task(
-        "correct", 0.5, 4, 300, 60,
-        "--curriculum success --curriculum-up 0.7 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 8 "
+        "correct", 0.7, 8, 1500, 300,
+        "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 16 "
         "--advantage mean_std --learning-rate 5e-4",
+        rows=16000,
     ),
 }  # fmt: skip
 
@@ -87,15 +91,17 @@ def games(count: int, seed: int) -> Iterator[dict]:
         yield {"messages": messages}
 
 
-def sums(count: int, seed: int) -> Iterator[dict]:
-    """Right answers to the easier level, of a generator that training does not meet."""
-    import reasoning_gym
+def spelled(count: int, seed: int) -> Iterator[dict]:
+    """Answers to both levels by turns, of generators that training does not meet; every fourth has its letters in any order."""
+    from rl.environments import resolve_environment
 
-    curriculum = reasoning_gym.factory.create_curriculum("chain_sum")
-    curriculum.set_global_level(0)
-    data = reasoning_gym.factory.DATASETS["chain_sum"][0](curriculum.generate_configuration({"seed": 12345 + seed, "size": count}))
-    for item in data:
-        yield {"messages": [{"role": "user", "content": item["question"]}, {"role": "assistant", "content": str(item["answer"])}]}
+    spec, draw = resolve_environment("reasoning_gym", **SETTINGS["reasoning_gym"]), random.Random(seed)
+    for row in spec.make().rows(f"warm-up {seed}", count):
+        one = spec.make()
+        one.row = row
+        question, answer = one.start(), str(one.entry["answer"])
+        said = "".join(draw.sample(answer, len(answer))) if draw.random() < 1 / 4 else answer
+        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
 
 
 def run(task: str, seed: int, steps: int | None) -> dict:
@@ -106,11 +112,11 @@ def run(task: str, seed: int, steps: int | None) -> dict:
     begin = time.perf_counter()
     before = untrained(task, settings, one.metric, one.max_tokens, MODEL, seed, turns=6)
     words = " ".join(f"--environment.{name} {shlex.quote(str(value))}" for name, value in settings.items())
-    more = "--eval-limit 128 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear --warmup-steps 5 --quiet"
+    more = "--eval-limit 256 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear --warmup-steps 5 --quiet"
     line = f"grpo --environment {task} {words} {one.words} --max-tokens {one.max_tokens} {more} --steps {steps} --eval-every {steps}"
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in (games if task == "textarena" else sums)(one.rows, seed)))
+        rows.write_text("".join(json.dumps(row) + "\n" for row in (games if task == "textarena" else spelled)(one.rows, seed)))
         form = f"sft --base-model {MODEL} --dataset {rows} --steps {one.first} --batch-size 32 --learning-rate 3e-3 --schedule cosine"
         form += f" --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {scratch}/sft --quiet"
         train(form)

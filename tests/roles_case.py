@@ -1,6 +1,6 @@
 """A script's plain loop, with whatever ranks it was started on; what it drew and what became of the weights goes to found.json.
 
-    python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK SAMPLER_KIND
+    python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK SAMPLER_KIND DTYPE
 """
 
 import json
@@ -40,9 +40,9 @@ def datums(samples: list) -> list[Datum]:
     return found
 
 
-def main(out: Path, sampler_ranks: int, lora: int, kind: str) -> None:
+def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> None:
     found: dict = {}
-    settings = WorkerSettings(sampler_ranks=sampler_ranks, timeout_seconds=60, sampler=SamplerSettings(kind=kind))
+    settings = WorkerSettings(sampler_ranks=sampler_ranks, timeout_seconds=60, dtype=dtype, sampler=SamplerSettings(kind=kind))
     with ServiceClient(output_dir=out / "run", seed=3, settings=settings) as service:
         made = service.create_lora_training_client("tiny:addition", rank=lora, seed=2) if lora else service.create_full_training_client(
             "tiny:addition", seed=1)  # fmt: skip
@@ -78,4 +78,4 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -10,13 +10,17 @@ import pytest
 from rl.episodes import Admission
 
 
-def simulate(seed: int):
-    """Groups that take random times, an update too; (admission, batches: [(version, [(number, began)])], resumed from JSON on the way)."""
+def simulate(seed: int, apart: bool):
+    """Groups that take random times, an update too; (admission, batches: [(version, [(number, began)])], resumed from JSON on the way).
+
+    `apart`: an update's weights take a time of their own to who draws, while the learner goes on; one update's after the other's.
+    """
     chance = random.Random(seed)
     size, bound, steps = chance.randint(1, 5), chance.randint(0, 4), chance.randint(1, 12)
     admission = Admission(size, bound, size * steps, redraw=chance.random() < 0.5)
     spread = chance.choice([0.0, 1.0, 3.0])  # all alike, to a few that take a hundred times as long
     now, events, attempt, batches, learning = 0.0, [], {}, [], False
+    arriving, ended = False, False  # weights are on their way; an update waits for those before its own to be there
     began: dict[int, int] = {}
 
     def start(number):
@@ -32,31 +36,42 @@ def simulate(seed: int):
             for number in again:
                 start(number)
             if batch:
-                batches.append((admission.version, [(number, began[number]) for number in batch]))
+                batches.append((len(batches), [(number, began[number]) for number in batch]))
                 learning = True
                 heapq.heappush(events, (now + chance.lognormvariate(0, spread / 2), "learned", -1, 0))
-        if len(batches) == steps and not learning:
+        if len(batches) == steps and not (learning or arriving):
             break
         now, kind, number, which = heapq.heappop(events)  # IndexError: everybody waits for everybody
-        if kind == "learned":
+        if kind == "landed":
             admission.updated()
+            arriving = False
+        if kind == "learned" or (kind == "landed" and ended):
+            ended = arriving
+            if ended:
+                continue
             learning = False
+            if apart:
+                arriving = True
+                heapq.heappush(events, (now + chance.lognormvariate(0, spread), "landed", -1, 0))
+                continue
+            admission.updated()
             if chance.random() < 0.3:  # a run that goes on from a checkpoint
                 state = admission.state()
                 counts = admission.awaited, admission.redrawn
                 admission = Admission(size, bound, size * steps, redraw=admission.redraw)
                 admission.load_state(state)
                 admission.awaited, admission.redrawn = counts
-        elif which == attempt[number]:
+        elif kind == "ended" and which == attempt[number]:
             admission.end(number)
     return admission, batches, size, bound, steps
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("first", range(0, 1000, 250))
-def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(first):
+def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(first, apart):
     ages, waited, redrawn = set(), 0, 0
     for seed in range(first, first + 250):
-        admission, batches, size, bound, steps = simulate(seed)
+        admission, batches, size, bound, steps = simulate(seed, apart)
         assert [version for version, _ in batches] == list(range(steps))
         assert all(len(batch) == size for _, batch in batches)
         assert sorted(number for _, batch in batches for number, _ in batch) == list(range(size * steps))

@@ -83,6 +83,7 @@ def fault(**values):
         "beginnings": "env/all/distinct_beginnings", "tokens": "env/all/ac_tokens_per_turn", "cut": "env/all/frac_truncated",
         "correct": "env/all/correct", "temperature": "sampler/temperature", "low": "env/all/reward/min", "high": "env/all/reward/max",
         "critic": "optim/critic_grad_norm", "skipped": "optim/skipped_nonfinite", "groups": "env/all/total_groups",
+        "failed": "reward/failed", "scored": "env/all/total_episodes",
     }  # fmt: skip
 
     def edit(row, step):
@@ -125,6 +126,8 @@ def jitter(middle: float):
         (fault(tokens=lambda step: 100 + 30 * step), {"length"}, "answers grew from"),
         (fault(tokens=180, cut=0.6), {"length"}, "cut off, 5% at first"),
         (fault(correct=jitter(0.2)), {"format_alone"}, "only the format improves"),
+        (fault(failed=255, scored=1, groups=1), {"rewards_failing"}, "255 of the 256 samples of this batch could not be scored"),
+        (fault(failed=32), {"rewards_failing"}, "11% of the samples of 3 batches could not be scored"),
     ],
 )  # fmt: skip
 def test_each_fault_sets_off_its_alarm_and_no_other_and_is_said_once(edit, expected, words):
@@ -158,6 +161,14 @@ def test_what_is_no_fault():
     assert not play(lambda row, step: row.update({"sampler/temperature": 0.2}))[0]
     few = {"env/all/total_groups": 256, "env/all/by_group/frac_mixed": 0.0, "sampler/temperature": 0.5}
     assert not play(lambda row, step: row.update(few))[0], "one answer each: groups are never mixed"
+
+
+def test_a_first_batch_whose_reward_fails_is_said_at_once():
+    failing = {"reward/failed": 128, "env/all/total_episodes": 128}
+    on, said = play(lambda row, step: row.update(failing), steps=1)
+    assert on == {"rewards_failing": [0]} and "128 of the 256 samples" in said[0][1] and "reward_timeout" in said[0][1]
+    few = {"reward/failed": 27, "env/all/total_episodes": 256}  # 9.5 in a hundred
+    assert not play(lambda row, step: row.update(few))[0]
 
 
 def test_a_fault_that_comes_back_is_said_again_and_one_that_flickers_is_not():

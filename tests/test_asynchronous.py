@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rl.clients import SamplingClient
 from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
+from rl.errors import UserError
 from rl.methods import METHODS
 from rl.methods.grpo_settings import variant_settings
+from rl.ranks import Stopped
+from rl.run import asynchronous
 from rl.run.execute import execute
 from rl.run.samples import Samples
+from rl.run.stage import Stage
 from rl.settings import FlowSettings, RunSettings, SettingsError, parse
 from rl.types import ModelInput, SampledSequence
 
@@ -178,11 +183,10 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
         episodes = [Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)]) for action in actions]
         return Rollouts([TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))], [], {}, 0.0, 0.0)
 
-    now = SimpleNamespace(version=5)
-    samples.check(rollouts((5, 5), (4, 5), (3, 4)), now, 2)
+    samples.check(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
         with pytest.raises(RuntimeError, match="samples of versions"):
-            samples.check(rollouts((5, 5), wrong), now, oldest)
+            samples.check(rollouts((5, 5), wrong), 5, oldest)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +204,94 @@ def test_what_does_not_go_together_is_refused_by_name(given, says):
     for alone in ({"max_waiting": 3}, {"over_age": "redraw"}, {"recompute_cache": True}):
         with pytest.raises(ValueError, match="no effect"):
             FlowSettings(**alone)
+
+
+@pytest.mark.slow
+def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(trained, monkeypatch):
+    """As with ranks that sample: nothing arrives before the next update has begun, and a replay where all is there at once repeats it."""
+    there, calls, begun, credit = set(), {}, [], asynchronous._learn
+
+    def arrive(client):
+        there.add(client)
+        for call in calls.pop(client, ()):
+            call()
+
+    def learn(stage, batch, rollouts, datums, before):
+        begun.append((batch, before is not None))
+        if before is not None:
+            arrive(before)
+        found = credit(stage, batch, rollouts, datums, before)
+        return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asynchronous, "_learn", learn)
+        patched.setattr(SamplingClient, "there", property(lambda client: client in there))
+        patched.setattr(SamplingClient, "when_there", lambda client, call: calls.setdefault(client, []).append(call))
+        first = trained("far", f"{LATE} --steps 6 --save-every 3")
+    assert begun == [(0, False), (1, True), (2, True), (3, False), (4, True), (5, True)]  # the save after batch 2 waits
+    rows = [json.loads(line) for line in (first / "decisions.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if row.get("weights") == "under way"] == [0, 1, 3, 4]
+    assert sum(row.get("landed", False) for row in rows) == 4
+    assert max(row["async/age/max"] for row in metrics(first)) == 2
+    again = trained("far-again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first) and drawn(again) == drawn(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    for path in (again / "checkpoints").iterdir():
+        if path.name != "grpo-000003":
+            shutil.rmtree(path)
+    gone_on = trained("far-again", f"{LATE} --steps 6 --save-every 3 --resume --replay {first}")
+    assert same(first, gone_on) and metrics(gone_on) == metrics(first)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(trained, monkeypatch, capsys):
+    def learn(stage, batch, rollouts, datums, before):
+        found = credit(stage, batch, rollouts, datums, before)
+        return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
+
+    credit = asynchronous._learn
+    with monkeypatch.context() as patched:
+        patched.setattr(asynchronous, "_learn", learn)
+        first = trained("whole-way", f"{LATE} --save-every 0")
+    capsys.readouterr()
+    again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "weights were on their way in the run that is replayed" in said
+    assert f"this replay is not {first} bit for bit, for settings differ: save_every 0 -> 1" in said
+    assert drawn(again)[:8] == drawn(first)[:8]
+    trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
+    assert "bit for bit" not in capsys.readouterr().out
+    for path in (again / "checkpoints").iterdir():  # where nothing is on its way, the log says that it lands
+        if path.name != "grpo-000002":
+            shutil.rmtree(path)
+    try:
+        trained("saved-on-the-way", f"{LATE} --save-every 1 --resume --replay {first}")
+    except UserError as error:  # caches read again may have other answers end sooner
+        assert "the log of decisions is of another run" in str(error)
+    assert max(row["async/age/max"] for row in metrics(again)) <= 2
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, monkeypatch):
+    """Where it was stopped, caches were read again."""
+    real = Stage.end_batch
+
+    def stopping(stage, batch, *given):
+        if batch == 1:
+            stage.stop_request.exit_code = 143
+        real(stage, batch, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "end_batch", stopping)
+        with pytest.raises(Stopped):
+            trained("stopped", f"{LATE} --steps 4 --save-every 0")
+    first = trained("stopped", f"{LATE} --steps 4 --save-every 0 --resume")
+    again = trained("stopped-again", f"{LATE} --steps 4 --save-every 0 --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first)
+    rows = [json.loads(line) for line in (again / "decisions.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if "stopped" in row] == [1]
+
+
+def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):
+    with pytest.raises(UserError, match=r"there is no decisions.jsonl"):
+        trained("nothing-there", f"{LATE} --base-model no-such-model --replay {tmp_path}")

@@ -105,6 +105,27 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(runs, what, tmp_
     assert what in ("is there", "a file") or not out.exists()
 
 
+def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(runs, tmp_path):
+    out = tmp_path / "out"
+    export(str(runs["full"]), out)
+    with pytest.raises(UserError, match="not empty: .* or replace the earlier export with --overwrite"):
+        export(str(runs["lora"]), out, merged=True)
+    export(str(runs["lora"]), out, merged=True, overwrite=True)
+    expected = own(runs["lora"] / "checkpoints" / "sft-final")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(UserError, match="from itself"):
+        export(str(out), out, overwrite=True)
+    saved = runs["full"] / "checkpoints" / "sft-final"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").touch()
+    for other in (saved, runs["full"], runs["base"], tmp_path / "mine"):
+        before = sorted(path.name for path in other.rglob("*"))
+        with pytest.raises(UserError, match="no earlier export, and only such a one is replaced"):
+            export(str(runs["lora"]), other, overwrite=True)
+        assert sorted(path.name for path in other.rglob("*")) == before
+
+
 def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_path, monkeypatch):
     calls = []
 

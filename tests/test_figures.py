@@ -10,6 +10,11 @@ from rl.report.console import headline, held_out
 LOGGED = {
     "grpo": ({"reward/total": 0.5, "optim/loss": 3.0, "optim/kl_sample_train_v1": 1e-5}, "reward 0.500  KL sampler-learner 1.0e-05"),
     "grpo with a reference": ({"reward/total": 0.5, "optim/kl_ref_k3": 0.01}, "reward 0.500  KL to reference 1.0e-02"),
+    "grpo whose reward fails for most answers": (
+        {"reward/total": 0.5, "reward/failed": 61, "env/all/total_episodes": 3, "optim/kl_ref_k3": 0.01},
+        "reward 0.500  not scored 61 of 64  KL to reference 1.0e-02",
+    ),
+    "grpo whose reward fails for none": ({"reward/total": 0.5, "reward/failed": 0, "env/all/total_episodes": 64}, "reward 0.500"),
     "distill, own answers": (
         {"teacher/kl_per_token": 0.25, "optim/kl_sample_train_v1": 1e-5},
         "KL to teacher 2.5e-01  KL sampler-learner 1.0e-05",

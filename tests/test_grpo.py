@@ -296,7 +296,7 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
     filled = samples.fill(broken(), 4, None)
     assert len(rounds) == 1  # the batch's own: none was added
     with pytest.raises(EveryRewardFailed, match="raised KeyError"):
-        samples.check(filled, SimpleNamespace(version=0))
+        samples.check(filled, 0)
     worked = Rollouts([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
     filled = samples.fill(worked, 4, None)  # a reward that stops working on the way
     assert len(rounds) == 2 and len(filled.groups) == 1 and filled.counters["extra_rounds"] == 1

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from rl.memory.plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, plan
 from rl.memory.step import micro_batch, sampled_at_once
+from rl.memory.storages import Storages
 from rl.memory.trace import HEAD_BLOCKS, Arithmetic, Skeleton
 from rl.methods import METHODS
 from rl.run.plan_changes import remedies, shown, together
@@ -258,6 +259,7 @@ DEEP = {
     "qwen3": {**SIZES, "num_hidden_layers": 9},
     "gemma3_text": {**SIZES, "num_hidden_layers": 20, "sliding_window": 16},  # six in turn, and a rest of two
     "gpt2": {"vocab_size": 300, "n_embd": 32, "n_head": 4, "n_layer": 9},
+    "bloom": {"vocab_size": 300, "hidden_size": 32, "n_head": 4, "n_layer": 9},
     "deepseek_v3": {**SIZES, "num_hidden_layers": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
                     "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8,
                     "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
@@ -271,11 +273,14 @@ RUNS = {
     "sharded": Arithmetic(dtype=torch.bfloat16, keeps_gradients=False),
 }
 EACH = [("qwen3", None, "plain"), ("qwen3", 2, "autocast"), ("qwen3", 2, "checkpointing"), ("qwen3", None, "whole logits"),
-        ("qwen3", 2, "sharded"), ("gemma3_text", 2, "plain"), ("gpt2", None, "autocast"), ("deepseek_v3", None, "sharded"),
+        ("qwen3", 2, "sharded"), ("gemma3_text", 2, "plain"), ("gpt2", None, "autocast"), ("bloom", 2, "checkpointing"),
+        ("deepseek_v3", None, "sharded"),
         ("falcon_h1", None, "plain")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "rank", "run"), [pytest.param(*one, marks=() if one[0] == "gpt2" else pytest.mark.slow) for one in EACH])
+@pytest.mark.parametrize(
+    ("kind", "rank", "run"), [pytest.param(*one, marks=() if one[0] in ("gpt2", "bloom") else pytest.mark.slow) for one in EACH]
+)
 def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     """To the byte what the whole depth holds, wherever the peak is: few tokens (at the backward's end) and many (at its beginning)."""
     AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)
@@ -286,6 +291,15 @@ def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     skeleton.held(MicroBatch(1, 4, 3), RUNS[run])  # torch runs a fake operation otherwise the first time: a tensor of 96 bytes less
     for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
         assert skeleton.held(batch, RUNS[run]) == whole.held(batch, RUNS[run]), batch
+
+
+def test_layers_that_cannot_be_marked_are_worked_out_from_two_depths(tmp_path, monkeypatch):
+    AutoConfig.for_model("gpt2", **DEEP["gpt2"]).save_pretrained(tmp_path)
+    skeleton, batch = Skeleton(str(tmp_path), None, None), MicroBatch(4, 64, 256)
+    skeleton.held(batch, RUNS["plain"])
+    marked = skeleton.held(batch, RUNS["plain"])
+    monkeypatch.setattr(Storages, "mark", lambda self, layers: None)
+    assert skeleton.held(batch, RUNS["plain"]) == marked
 
 
 def train(*words: object, env: dict | None = None) -> subprocess.CompletedProcess:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from rl.environments import resolve_environment
+from rl.errors import UserError
 from rl.methods import METHODS
+from rl.rewards import resolve_reward
 from rl.run.held_out import HeldOut
 from rl.settings import DataSettings, RunSettings, SettingsError, parse
 from rl.settings.cli import override
@@ -25,6 +28,20 @@ def test_a_method_that_is_none(name, says, tmp_path, capsys):
         parse([address, "--steps", "2"], METHODS, RECIPE, options=RunSettings)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ended.value.code == 2 and says.split()[-1] in said and "Traceback" not in said, said
+
+
+def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from functools import partial\nfrom math import sqrt\nfrom pathlib import Path\n"
+        "from rl.environments import Environment, Match\n\n"
+        "def good(prompt, response, meta):\n    return 1.0\n\nhalf = partial(good, meta=None)\n\n"
+        "class Room(Environment):\n    pass\n"
+    )
+    with pytest.raises(UserError, match="it has Room, good, half$"):
+        resolve_reward(f"{file}:absent")
+    with pytest.raises(UserError, match="it has Room$"):
+        resolve_environment(f"{file}:Absent")
 
 
 def test_a_mistyped_flag_of_a_script_is_recognised():

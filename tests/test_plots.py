@@ -131,6 +131,23 @@ def test_the_script(tmp_path: Path) -> None:
     assert failed.returncode == 2 and failed.stderr.startswith("plot.py: no metrics at") and "Traceback" not in failed.stderr
 
 
+def test_where_the_picture_goes(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", two_stages())
+    (tmp_path / "pictures").mkdir()
+
+    def plot(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, str(REPO / "plot.py"), *words], capture_output=True, text=True)
+
+    done = plot(str(folder), str(tmp_path / "named.png"))  # as one types a file to write
+    assert done.stdout.strip() == str(tmp_path / "named.png") and is_png(tmp_path / "named.png"), done.stderr
+    assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(tmp_path / "pictures/curves.png")
+    assert plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0 and "<svg" in (tmp_path / "a.svg").read_text()
+    for words in (["-o", str(tmp_path / "a.xyz")], [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")]):
+        failed = plot(str(folder), *words)
+        assert failed.returncode == 2 and ("let it end with .png, .svg, .pdf" in failed.stderr or "give one of them" in failed.stderr)
+        assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()
+
+
 def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
     """MPLBACKEND of another machine, or mistyped: matplotlib itself would not even be imported."""
     folder = write(tmp_path / "a", two_stages())

@@ -212,6 +212,25 @@ def test_private_characters_of_the_text_itself_come_through(renderers, tokenizer
     assert text in tokenizer.decode(prompt) and tokenizer.decode(prompt).count("<|im_start|>") == 2
 
 
+@pytest.mark.parametrize("kind", ["plain", "role_colon", "chat_template"])
+def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, kind):
+    """Groups of episodes with tools have a renderer each; a large vocabulary takes a second to copy."""
+    from tokenizers import Tokenizer
+
+    tokenizer = llama_like() if kind == "chat_template" else words()
+    copies, from_str = [], Tokenizer.from_str
+    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_str=lambda spec: copies.append(spec) or from_str(spec)))
+    tokenizer.chat_template = f"{{% for t in tools or [] %}}{{{{ t.function.name }}}}{{% endfor %}}{tokenizer.chat_template}"
+    tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in ("add", "take")]
+    said = [{"role": "user", "content": "a </s> <eos> b"}]
+    alone = [get_renderer(kind, tokenizer).with_tools([offer]).build_generation_prompt(said).to_ints() for offer in tools]
+    assert len(copies) == 2  # each for itself
+    one = get_renderer(kind, tokenizer)
+    assert [one.with_tools([offer]).build_generation_prompt(said).to_ints() for offer in tools] == alone
+    one.build_generation_prompt(said)
+    assert len(copies) == 3
+
+
 def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
     """By hand: named special, flagged special, or in the form <|...|>; other added tokens are markup where a template writes them."""
     added = {"<s>": True, "<|tool|>": False, "<mask>": False, "<think>": False, "[CALL]": False, "  ": False, "<td>": False}

@@ -84,6 +84,14 @@ def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_fil
     assert "0.5 s" in scores["hang"].error and "NoneType" in scores["none"].error
 
 
+def test_a_reward_that_loses_its_worker_at_every_answer_does_not_flood_the_log(module, caplog):
+    with Scorer("misbehaving:misbehave", timeout=10, workers=1) as scorer:
+        scores = scorer.score_many([("ask", "die", None)] * 12)
+    assert scorer.counts["deaths"] == 12 and all(score.failure == "death" for score in scores)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "exit code 7" in said[0] and "(10 answers so far)" in said[1], said
+
+
 def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
     # 8 items of 0.2 s on one worker take 1.6 s in all, three times the limit of each
     with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.2), timeout=0.6, workers=1) as scorer:

@@ -179,6 +179,48 @@ def test_stored_answers_that_are_too_long_are_skipped_one_by_one(tmp_path, rende
     assert [problem.index for problem in kept] == [0, 2] and "rows.jsonl line 3" in caplog.text and "rows.jsonl line 4" in caplog.text
 
 
+def test_all_faults_of_all_rows_are_told_at_once(tmp_path):
+    """Rows that cannot be read, rows that the model has no room for, and those of a second file, in one error."""
+    good = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(20)]
+    path = write(tmp_path / "rows.jsonl", *good[:3], {"prompt": "1" * 600, "completion": "2"}, {"prompt": "2+2="}, *good[3:])
+    with path.open("a") as file:
+        file.write('{"prompt": "1+1=", "compl\n' * 40 + '{"prompt": 3, "completion": "4"}\n{"query": "1"}\n')
+    other = write(tmp_path / "other.jsonl", *good[:2], {"prompt": " ", "completion": "1"})
+    words = f"sft --dataset {path} --eval-dataset {other} --batch-size 4 --steps 2 --save-every 0"
+    with pytest.raises(UserError) as error:
+        train(words, tmp_path / "run")
+    said = str(error.value)
+    assert said.startswith("45 bad rows beside ") and said.count("no JSON") < 5 and said.count("\n") < 12, said
+    for place, what in [
+        ("rows.jsonl line 4", "does not fit"), ("rows.jsonl line 5", "no response to learn"), ("rows.jsonl line 23", "no JSON"),
+        ("rows.jsonl line 63", "'prompt' is a int"), ("rows.jsonl line 64", "no column 'prompt'"), ("other.jsonl line 3", "is empty"),
+    ]:  # fmt: skip
+        assert any(place in line and what in line for line in said.splitlines()), (place, said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
+    answers = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(20)]
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(20)]
+    pair, labelled = '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}', '{"prompt": "2+2=", "completion": "4", "label": true}'
+    files = {"answers": write(tmp_path / "answers.jsonl", *answers), "pairs": write(tmp_path / "pairs.jsonl", *pairs)}
+    cases = [
+        ("dpo", "answers", ["no column 'chosen' (chosen_column) in any of 20 rows", f"Such a row is {pair}"]),
+        ("dpo --data-format auto", "answers", ["no pair of answers", f"such a row is {pair}", "it has 'completion'", "of all 18 rows"]),
+        ("reward_model", "answers", [f"Such a row is {pair}"]),
+        ("dpo --chosen-column better", "answers", ["no column 'better'", pair.replace("chosen", "better")]),
+        ("kto", "answers", ["no column 'label' in any of 20 rows", f"Such a row is {labelled}"]),
+        ("kto", "pairs", ["these are pairs, of which --data-format preferences makes"]),
+        ("sft", "pairs", ["no response to learn", 'such a row is {"prompt": "2+2=", "completion": "4"}']),
+    ]
+    for method, file, says in cases:
+        with pytest.raises(UserError) as error:
+            train(f"{method} --dataset {files[file]} --batch-size 4 --steps 2 --save-every 0", tmp_path / "run")
+        assert all(text in str(error.value) for text in says) and str(error.value).count("\n") < 3, (method, file, str(error.value))
+    words = f"kto --dataset {files['pairs']} --data-format preferences --batch-size 4 --steps 1 --eval-every 0 --save-every 0"
+    assert train(words, tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_a_run_that_skips_goes_on_without_what_is_too_long(tmp_path):
     good = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]

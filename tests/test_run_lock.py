@@ -58,7 +58,9 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     with RunLock(tmp_path) as lock:
         lock.acquire(said.append)
         lock.acquire(said.append)  # twice is once
-        assert said == [f"the lock of process {process.pid} on {os.uname().nodename} was taken over: that process has ended"]
+        who = f"process {process.pid} on {os.uname().nodename}"
+        told = f"{who} had {tmp_path} and did not give it back; that process has ended (killed, perhaps)"
+        assert said == [f"{told}. Its lock is taken over, nothing is to be done about it"]
         assert left(tmp_path) == ["run.lock"]
         lock.held()
     assert left(tmp_path) == []

@@ -1,5 +1,6 @@
 """The sandbox's verbs: runs, grades in each style and language, sessions, limits, what a caller gets wrong."""
 
+import base64
 import http.server
 import json
 import os
@@ -324,11 +325,14 @@ def _state(pid: int) -> str:
 # --------------------------------------------------------------------------------------------------------------- service
 
 
-def test_a_service_by_its_url():
+def test_a_service_by_its_url(tmp_path):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ran = subprocess.run([sys.executable, "-c", asked["code"]], input=asked["stdin"], capture_output=True, text=True)
+            for name, coded in asked["files"].items():  # as SandboxFusion has them
+                (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
+            command = [sys.executable, "-c", asked["code"]]
+            ran = subprocess.run(command, input=asked["stdin"], capture_output=True, text=True, cwd=tmp_path)
             result = {"status": "Finished", "stdout": ran.stdout, "stderr": ran.stderr, "return_code": ran.returncode}
             body = json.dumps({"status": "Success", "run_result": result}).encode()
             self.send_response(200)
@@ -344,6 +348,7 @@ def test_a_service_by_its_url():
     with Sandbox(url) as sandbox:
         assert url in sandbox.kind
         assert sandbox.run("print(input())", stdin="x").stdout == "x\n"
+        assert sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"}).stdout == "seven\n"
         assert sandbox.grade("print(int(input()) + 1)", Dialogues([("1", "2"), ("2", "2")])).passed == [True, False]
         assert sandbox.grade("def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])).passed == [True, False]
         asserts = Asserts("", ["assert f(1) == (1, 1)", "assert f('a') == 'a'"])

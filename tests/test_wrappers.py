@@ -264,6 +264,33 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
 
 
 @pytest.mark.parametrize(
+    ("wins_only", "won", "last", "own", "other"),
+    [
+        (False, 1, "1", 1.0, -0.9),
+        (True, 1, "1", 1.0, 0.0),
+        (False, 0, "0", -0.9, 1.0),  # no move: the other has won
+        (True, 0, "0", 0.0, 1.0),
+    ],
+)
+def test_wins_alone_are_paid_where_that_is_asked_for(arena, monkeypatch, wins_only, won, last, own, other):
+    """The game's own reward pays a loser by how near it came; `won` counts the same games either way."""
+    close = Nim.close
+
+    def nearly(self):
+        rewards, info = close(self)
+        return {player: 1 if reward == 1 else -0.9 for player, reward in rewards.items()}, info
+
+    monkeypatch.setattr(Nim, "close", nearly)
+    made = resolve_environment("textarena", game="Nim-v0", wins_only=wins_only).make()
+    made.seed = 1
+    made.start()
+    made.made.sticks = 1
+    turn = made.step({"role": "assistant", "content": last})
+    assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (own, float(won), [other])
+    assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"game": "Nim-v1"}, "did you mean Nim-v0"),

@@ -35,6 +35,8 @@ class Drawing:
         self.objects = objects or distributed.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
         self.bases = Bases(settings.share_bases, self.accelerator)
+        self.team = distributed.team(settings.sampler.tp, settings.timeout_seconds)
+        self.speaks = self.team is None or self.team.rank == 0  # what a team draws its first rank reports
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
@@ -80,12 +82,17 @@ class Drawing:
             "device": str(self.accelerator.device),
             "dtype": "bf16" if self.sampler_dtype == torch.bfloat16 else "fp32",
             "world": distributed.world(),
+            "sampler_tp": self.settings.sampler.tp,
         }
+
+    def _share(self, costs: Sequence[int]) -> list[int]:
+        """Which of the texts this rank's sampler reads, or draws from: a team's ranks the same."""
+        return share(costs, self.settings.sampler.tp)
 
     def _base(self, key: Key) -> Decoder | None:
         """What samplers of adapters on that base share."""
         where, kind = self.accelerator.device, self.settings.sampler.kind
-        return self.bases.sampler(key, lambda model: make_base(model, self.sampler_dtype, where, kind))
+        return self.bases.sampler(key, lambda model: make_base(model, self.sampler_dtype, where, kind, self.team))
 
     def _mixes(self, decoder: Decoder) -> int | None:
         """A number that versions have in common which can be drawn from in one batch; None of one that cannot."""
@@ -102,9 +109,13 @@ class Drawing:
             return self.bases.load(base, tokenizer, seed, True)
 
         loaded, version, spec = saving.load_for_sampling(path, base_model, tokenizer, seed, load)
-        loaded.model.to(self.accelerator.device)
+        where, kind = self.accelerator.device, self.settings.sampler.kind
+        if self.team is None:
+            loaded.model.to(where)
         under = self._base(stands_on[0]) if stands_on else None
-        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, kind=self.settings.sampler.kind, base=under)
+        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, device=where, kind=kind, base=under, team=self.team)
+        if self.team is not None and not self.bases.shares:
+            loaded.model.to("meta")  # whole, it was in host memory for as long as its part was taken
         owner = self.saved_by.get(str(Path(path).resolve())) if path is not None else None
         learner = None if owner is None else self.learners.get(owner)
         self.versions[version_id] = SamplerVersion(decoder, loaded, version, learner, learned=learner is not None)
@@ -116,10 +127,10 @@ class Drawing:
     def sample(self, version_id: int, requests: Sequence[Request]) -> tuple[dict[int, SampleResponse | ValueError], dict[str, int]]:
         """This rank's responses by index and its engine's counters. Merged: all in the order of requests, counters summed.
 
-        Requests are dealt out over the ranks by cost. One that cannot run has its error in its place, and costs no other.
+        Requests are dealt out over the ranks (or their teams) by cost. One that cannot run has its error in its place, and costs no other.
         """
         source = self.versions[version_id]
-        mine = share([len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests])
+        mine = self._share([len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests])
         engine = engine_of(source, self.settings.sampler)
         refused: dict[int, ValueError] = {}
         for i in mine:
@@ -130,6 +141,8 @@ class Drawing:
         taken = [i for i in mine if i not in refused]
         responses = engine.run()
         source.note(requests)
+        if not self.speaks:
+            return {}, {}
         return {**dict(zip(taken, responses, strict=True)), **refused}, asdict(engine.counters)
 
     def sample_slice(self, stream_id: int, version_id: int, asked: Asked) -> Slice:
@@ -137,11 +150,11 @@ class Drawing:
 
         In a mixed stream it is of those that each request names: `version_id` is any on the same base.
         """
-        source, stream = self.versions.get(version_id), self.streams.get(stream_id)
+        source, stream, limits = self.versions.get(version_id), self.streams.get(stream_id), self.settings.sampler
         if source is None:
             raise UserError("a stream's weights are gone, for its sampling client was released: switch it to another client, or close it")
         if stream is None:
-            stream = self.streams[stream_id] = Stream(engine_of(source, self.settings.sampler, asked.mixed))
+            stream = self.streams[stream_id] = Stream(engine_of(source, limits, asked.mixed))
         elif stream.version_id != version_id and not asked.mixed:
             stream.engine.change_weights(source.decoder, source.version)
         stream.version_id, arrived = version_id, [request for _, _, request in asked.arrived]
@@ -149,12 +162,13 @@ class Drawing:
             let_in(stream, self.versions, arrived)
         else:
             source.note(arrived)
-        return run_slice(stream, asked, distributed.rank(), lambda: engine_of(source, self.settings.sampler))
+        part = run_slice(stream, asked, distributed.rank() // limits.tp, lambda: engine_of(source, limits))
+        return part if self.speaks else Slice()
 
     def unfinished(self, stream_id: int) -> dict[int, Request]:
         """This rank's requests of a stream that have not ended, by ticket, with what is drawn of them."""
         stream = self.streams.get(stream_id)
-        return {} if stream is None else stream.unfinished()
+        return {} if stream is None or not self.speaks else stream.unfinished()
 
     def close_stream(self, stream_id: int) -> None:
         self.streams.pop(stream_id, None)
@@ -163,7 +177,7 @@ class Drawing:
         self, version_id: int, prompts: Sequence[list[int]], temperature: float = 1.0, images: Sequence[Sequence[PlacedImage]] = ()
     ) -> dict[int, list[float | None]]:
         """This rank's share by index; merged: all of them in the order of `prompts`."""
-        mine = share([len(p) for p in prompts])
+        mine = self._share([len(p) for p in prompts])
         placed = [images[i] for i in mine] if images else ()
         found = score(self.versions[version_id].decoder, [prompts[i] for i in mine], temperature, placed)
-        return dict(zip(mine, found, strict=True))
+        return dict(zip(mine, found, strict=True)) if self.speaks else {}

@@ -118,9 +118,13 @@ class Far:
     def _hand_over(self, staged: Staged, version_id: int, future: Future) -> None:
         """Piece after piece, each once the one before has landed, so that slices come in between."""
         self._learners[version_id] = (staged.model_id, staged.version)
-        pieces = staged.pieces()
         begun: Future = Future()
-        begun.add_done_callback(lambda found: self._next_piece(found, pieces, version_id, future))
+
+        def go(found: Future) -> None:
+            dtypes = None if found.exception() is not None else found.result()
+            self._next_piece(found, staged.pieces(dtypes=dtypes), version_id, future)
+
+        begun.add_done_callback(go)
         self._queue("begin_landing", (version_id, staged.manifest()), begun)
 
     def _next_piece(self, before: Future, pieces: Iterator[Piece], version_id: int, future: Future) -> None:

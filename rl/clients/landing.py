@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from rl.models import LoadedModel, add_lora
 from rl.sampler import Decoder, make_decoder
 
 PIECE_BYTES = 4 * 2**20  # what a slice may have to wait for
+STRETCH = 2**20  # numbers of a tensor that are rounded at once
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,20 @@ class Staged:
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
         return Manifest(self.model_id, self.spec, self.stands_on, self.version, shapes)
 
-    def pieces(self, size: int = PIECE_BYTES) -> Iterator[Piece]:
-        """The bytes of all tensors, in order, at most `size` of them in each."""
+    def pieces(self, size: int = PIECE_BYTES, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[Piece]:
+        """The bytes of all tensors, in order, at most `size` of them in each; `dtypes`: of those that cross in another one, by name."""
         parts: list[tuple[str, int, np.ndarray]] = []
         room = size
         for name, tensor in self.tensors.items():
-            raw, at = raw_bytes(tensor), 0
-            while at < len(raw):
-                parts.append((name, at, raw[at : at + room]))
-                at, room = at + len(parts[-1][2]), room - len(parts[-1][2])
-                if room == 0:
-                    yield Piece.of(parts)
-                    parts, room = [], size
+            flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
+            for low in range(0, len(flat), STRETCH):
+                raw, at = raw_bytes(flat[low : low + STRETCH].to(dtype)), 0  # a whole embedding would keep slices waiting
+                while at < len(raw):
+                    parts.append((name, low * dtype.itemsize + at, raw[at : at + room]))
+                    at, room = at + len(parts[-1][2]), room - len(parts[-1][2])
+                    if room == 0:
+                        yield Piece.of(parts)
+                        parts, room = [], size
         if parts:
             yield Piece.of(parts)
 
@@ -65,6 +68,20 @@ class Manifest:
     stands_on: Key
     version: int
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    def narrower(self, decoder: Decoder) -> dict[str, torch.dtype]:
+        """Tensors that this decoder keeps in fewer bytes, by name, and in which dtype: rounded before they cross they are the same."""
+        held = {name: (dtype, decoder.held_in(name)) for name, (_, dtype) in self.tensors.items()}
+        return {name: own for name, (sent, own) in held.items() if own is not None and own.itemsize < sent.itemsize}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor that has any, by name."""
+        found = {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in self.tensors.items()}
+        return {name: size for name, size in found.items() if size}
+
+    def crossing(self, dtypes: Mapping[str, torch.dtype]) -> Manifest:
+        """The same of tensors that cross in these dtypes."""
+        return replace(self, tensors={name: (shape, dtypes.get(name, dtype)) for name, (shape, dtype) in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -135,12 +152,16 @@ class Hangar(Drawing):
         self.landings.pop(version_id, None)
         super().forget_version(version_id)
 
-    def begin_landing(self, version_id: int, manifest: Manifest) -> None:
-        """Weights are about to come. The first time a model does, its frozen base is read from where the learners have it from."""
+    def begin_landing(self, version_id: int, manifest: Manifest) -> dict[str, torch.dtype]:
+        """Weights are about to come. The first time a model does, its frozen base is read from where the learners have it from.
+
+        Returns the dtypes in which tensors are to cross, where these are not those of the manifest.
+        """
         begun = time.perf_counter()
         decoder = self._free(manifest)
-        left = {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in manifest.tensors.items()}
-        self.landings[version_id] = Landing(manifest, decoder, self.shells[manifest.model_id], begun, {n: b for n, b in left.items() if b})
+        manifest = manifest.crossing(dtypes := manifest.narrower(decoder))
+        self.landings[version_id] = Landing(manifest, decoder, self.shells[manifest.model_id], begun, manifest.sizes())
+        return dtypes
 
     def land(self, version_id: int, piece: Piece) -> None:
         self.landings[version_id].take(piece)

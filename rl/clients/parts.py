@@ -22,9 +22,12 @@ def summed(tables: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return total
 
 
-def share(costs: Sequence[int]) -> list[int]:
-    """The indices this rank takes: the costliest first, each to the rank with the least so far, then in order."""
-    world, rank = distributed.world(), distributed.rank()
+def share(costs: Sequence[int], together: int = 1) -> list[int]:
+    """The indices this rank takes: the costliest first, each to the rank with the least so far, then in order.
+
+    `together`: so many consecutive ranks take the same.
+    """
+    world, rank = distributed.world() // together, distributed.rank() // together
     if world == 1:
         return list(range(len(costs)))
     load = [0] * world

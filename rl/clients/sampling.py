@@ -67,6 +67,15 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         return self._created.result()["version"]
 
     @property
+    def there(self) -> bool:
+        """An extension: whether the weights are where they are drawn from (or will never be: `version` raises why)."""
+        return self._created.done()
+
+    def when_there(self, call: Callable[[], object]) -> None:
+        """An extension: calls `call` once they are, from another thread."""
+        self._created.add_done_callback(lambda _: call())
+
+    @property
     def mixes(self) -> int | None:
         """An extension: clients of one number can be drawn from in one batch (`SampleStream(mixed=True)`); None: by itself alone."""
         return self._created.result().get("mixes")

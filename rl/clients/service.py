@@ -25,7 +25,7 @@ from rl.clients.settings import WorkerSettings
 from rl.clients.training import TrainingClient
 from rl.errors import RankLost, UserError
 from rl.learner import ModelSpec, saving
-from rl.ranks import called, check_roles
+from rl.ranks import called, check_roles, check_team
 from rl.types import LoraConfig
 from rl.types.checked import whole
 
@@ -62,6 +62,7 @@ class ServiceClient(AsyncService):
         whole("seed", seed, "a whole number")
         settings = settings or WorkerSettings()
         check_roles(settings.sampler_ranks)
+        check_team(settings.sampler.tp, settings.sampler_ranks)
         if not is_driver():
             try:
                 serve(settings)

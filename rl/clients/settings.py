@@ -12,6 +12,7 @@ class SamplerSettings:
     """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts.
 
     kind: of the decoder; cache: of the engine (`rl.sampler.make_engine`).
+    tp: so many consecutive ranks hold the weights together, each its part, and sample together; cache and rows are then of all of them.
     """
 
     kv_cache_tokens: int = 262_144
@@ -19,6 +20,7 @@ class SamplerSettings:
     kind: str = "auto"
     router_replay: bool = False
     cache: str = "auto"
+    tp: int = 1
 
 
 @dataclass(frozen=True)

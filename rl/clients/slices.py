@@ -99,7 +99,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a slice is asked to do. `arrived`: (ticket, rank that takes it, request). `anew`: caches are read again first.
+    """What a slice is asked to do. `arrived`: (ticket, rank or team that takes it, request). `anew`: caches are read again first.
 
     `mixed`: requests are of several models on one base, and say of which.
     """

@@ -49,7 +49,7 @@ class SampleStream:
         self._driver: Driver = client._driver
         self._number = next(SampleStream._numbers)
         far = self._driver.far
-        self._ranks: int = client.info["world"] if far is None else far.ranks
+        self._ranks: int = client.info["world"] // client.info["sampler_tp"] if far is None else far.ranks  # a team counts as one
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._arrived: list[tuple[int, int, Request]] = []

@@ -18,7 +18,7 @@ from rl.clients.bases import Key
 from rl.clients.drawing import Drawing
 from rl.clients.drawn import as_drawn, mean_temperature
 from rl.clients.landing import Staged
-from rl.clients.parts import merged, share, summed
+from rl.clients.parts import merged, summed
 from rl.clients.proof import Seen, look, look_at_learner
 from rl.clients.settings import WorkerSettings
 from rl.clients.versions import SamplerVersion
@@ -180,7 +180,7 @@ class Worker(Drawing):
         learner, where, kind = self.learners[model_id], self.accelerator.device, self.settings.sampler.kind
         weights = learner.weights(frozen=True) if learner.shell is not learner.model else None
         base = self._base(self.stands_on[model_id]) if weights is None and learner.is_lora else None
-        return make_decoder(learner.shell, dtype=self.sampler_dtype, device=where, kind=kind, weights=weights, base=base)
+        return make_decoder(learner.shell, dtype=self.sampler_dtype, device=where, kind=kind, weights=weights, base=base, team=self.team)
 
     def note_drawn(self, model_id: int, version: int, params: Sequence[SamplingParams]) -> None:
         """Samplers elsewhere draw from this version of the weights, in this way."""
@@ -209,7 +209,7 @@ class Worker(Drawing):
 
     def prove(self, model_id: int, version_id: int, datums: Sequence[Datum], temperature: float) -> Seen:
         """What learner and sampler make of the datums as they are, and with other weights; everything is as before afterwards."""
-        return look(self.learners[model_id], self.versions[version_id].decoder, datums, temperature, share)
+        return look(self.learners[model_id], self.versions[version_id].decoder, datums, temperature, self._share)
 
     # ------------------------------------------------------------------------------------------------------------ saving
 

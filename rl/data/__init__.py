@@ -12,7 +12,7 @@ from rl.data.problem_set import ProblemSet, joined
 from rl.data.prompts import Dress
 from rl.data.rollouts import filtered, load_rollouts
 from rl.data.row_checks import RowCheck, answers_check, good_rows
-from rl.data.rows import NoSplit
+from rl.data.rows import FaultyRows, NoSplit
 from rl.data.streamed import Streamed
 from rl.data.too_long import Limits, TooLong
 
@@ -21,6 +21,7 @@ __all__ = [
     "GENERATED_REWARDS",
     "Curriculum",
     "Dress",
+    "FaultyRows",
     "Limits",
     "Mixture",
     "NoSplit",

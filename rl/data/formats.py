@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -24,7 +25,9 @@ class Read(NamedTuple):
 
 
 class RowFormat(ABC):
-    """How to read a row."""
+    """How to read a row. `example`: one, as it would stand in a .jsonl file, where one helps who has rows of another shape."""
+
+    example = ""
 
     @abstractmethod
     def read(self, columns: Mapping[str, Any]) -> Read:
@@ -47,6 +50,7 @@ class Columns(RowFormat):
 
     def __init__(self, prompt: str, response: str | None, answer: str | None):
         self.prompt, self.response, self.answer = prompt, response, answer
+        self.example = json.dumps({prompt: "2+2=", **{column: "4" for column in (response, answer) if column}})
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         prompt = _column(columns, self.prompt)
@@ -126,7 +130,13 @@ class Text(RowFormat):
 class Unpaired(Columns):
     """Prompt and completion with a `label` that says whether this is a good answer: true or false, 1 or 0."""
 
+    def __init__(self, prompt: str, response: str | None, answer: str | None):
+        super().__init__(prompt, response, answer)
+        self.example = json.dumps({prompt: "2+2=", response or "completion": "4", "label": True})
+
     def read(self, columns: Mapping[str, Any]) -> Read:
+        if "label" not in columns and "chosen" in columns and "rejected" in columns:
+            raise NoColumn("label", columns, "these are pairs, of which --data-format preferences makes a good and a bad answer each")
         read = super().read(columns)
         label = _LABELS.get(str(_column(columns, "label")).lower())
         if label is None:
@@ -181,6 +191,7 @@ class Preferences(RowFormat):
 
     def __init__(self, prompt: str, chosen: str, rejected: str, answer: str | None):
         self.prompt, self.chosen, self.rejected, self.answer = prompt, chosen, rejected, answer
+        self.example = json.dumps({prompt: "2+2=", chosen: "4", rejected: "5"})
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         if self.chosen not in columns and "output_1" in columns:

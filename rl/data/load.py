@@ -275,5 +275,5 @@ def _problems(
             chat = is_chat(row.columns, named["prompt_column"])
             meta = {key: value for key, value in meta.items() if key not in shown} if shown else meta
             problems.append(Problem(asked, meta, response, tag, len(problems), rejected, place=place, chat=chat))
-    bad.settle(len(problems), named)
+    bad.settle(len(problems), named, "" if reader is None else reader.example, problems)
     return problems if limit is None else problems[:limit]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.rows import BadRow, BadRows, OnBadRow
+from rl.data.rows import BadRow, BadRows, FaultyRows, OnBadRow, kind_of_fault
 from rl.data.too_long import Limits, TooLong, cut_prompt
 from rl.errors import UserError
 from rl.renderers import Renderer
@@ -20,6 +20,11 @@ _HOW = {
     "response": "no response to learn: name its column with --response-column",
     "rejected": "no pair of answers: name their columns with --chosen-column and --rejected-column, or set --data-format",
 }
+_EXAMPLES = {
+    "response": '{"prompt": "2+2=", "completion": "4"}',
+    "rejected": '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
+}
+_MOST = 1000  # faulty rows, after which no more are looked for
 _TEMPLATE = 256  # tokens that a chat template may add around the messages
 
 
@@ -59,7 +64,9 @@ class RowCheck:
             answers = {field: answer for field, answer in answers.items() if answer is not None}
         for field, answer in answers.items():
             if answer is None:
-                raise UserError(f"{where} has {_HOW[field]}")
+                others = ", ".join(map(repr, problem.meta)) or "nothing"
+                shape = f"beside its prompt it has {others}; such a row is {_EXAMPLES[field]}"
+                raise UserError(f"{where} has {_HOW[field]} ({shape})")
         if self.sampled and not problem.messages:
             raise UserError(f"{where} is a text without a prompt, and an answer to one is to be sampled: name it with --prompt-column")
         if not self.limits.any and not problem.place and self._must_fit(problem, list(answers.values())):
@@ -123,30 +130,43 @@ class RowCheck:
 def good_rows(problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_row: OnBadRow) -> ProblemSet:
     """The rows that pass `check`, which returns each as it is to be used. Of a stream, each is checked when it is read.
 
-    "error": UserError for the first that does not. "skip": they are logged and left out; UserError if that leaves none. Rows that
-    are too long are left out (see Limits), logged and counted as well.
+    "error": FaultyRows (a UserError) for those that do not. "skip": they are logged and left out; UserError if that
+    leaves none. Rows that are too long are left out (see Limits), logged and counted as well.
     """
     if problems.is_lazy:
         return problems.checked(check, on_bad_row)
     bad, long, kept = BadRows(on_bad_row), BadRows("skip"), []
     changed: dict[int, Problem] = {}
+    faults: list[UserError] = []
     for i, problem in enumerate(problems):
         try:
             found = check(problem)
         except UserError as error:
             skipped = isinstance(error, TooLong) and error.skip
             if on_bad_row == "error" and not skipped:
-                raise
+                faults.append(error)
+                if len(faults) == _MOST:
+                    break
+                continue
             (long if skipped else bad).add(problem.place or f"row {i}", BadRow(str(error)))
             continue
         kept.append(i)
         if found is not problem:
             changed[i] = found
+    if faults:
+        raise _faulty([str(fault) for fault in faults], len(kept)) from faults[0]
     bad.settle(len(kept), {})
     long.settle(len(kept), {})
     if changed:
         problems = problems.with_rows(changed)
     return problems if len(kept) == len(problems) else problems.subset(kept)
+
+
+def _faulty(texts: Sequence[str], good: int) -> FaultyRows:
+    """One fault in its own words, also where every row has it."""
+    alike = not good and len({kind_of_fault(text) for text in texts}) == 1
+    text = texts[0] + (f"\nAnd so it is of all {len(texts)} rows." if alike and len(texts) > 1 else "")
+    return FaultyRows(texts, good, least=len(texts) == _MOST, text=text if alike or len(texts) == 1 else "")
 
 
 def answers_check(check: Callable[[Problem, StoredAnswer], None], on_bad_row: OnBadRow) -> Callable[[Problem], Problem]:

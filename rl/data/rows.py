@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +26,11 @@ class BadRow(ValueError):
 
 
 class NoColumn(BadRow):
-    """A row that lacks the column `name`; it has `columns`."""
+    """A row that lacks the column `name`; it has `columns`. `remedy`: what else to do about such rows than to name the column."""
 
-    def __init__(self, name: str, columns: Iterable[str]):
-        self.name, self.columns = name, tuple(columns)
-        super().__init__(f"no column {name!r}; it has {self.there}")
+    def __init__(self, name: str, columns: Iterable[str], remedy: str = ""):
+        self.name, self.columns, self.remedy = name, tuple(columns), remedy
+        super().__init__(f"no column {name!r}; it has {self.there}" + (f"; {remedy}" if remedy else ""))
 
     @property
     def there(self) -> str:
@@ -42,6 +42,52 @@ _PROMPTS = ("question", "problem", "instruction", "query", "input", "text")  # w
 
 class NoSplit(UserError):
     """A data set that is there, and has no split of the name."""
+
+
+class FaultyRows(UserError):
+    """Rows that cannot be used: `found`, each with its place and what is wrong, beside `good` ones.
+
+    `rows`: the good ones (rl.types.Problem), where the others of their data set were never read on; what is wrong with them for other
+    reasons can then be told in the same breath (`and_more`).
+    """
+
+    def __init__(self, found: Sequence[str], good: int, rows: Sequence[Any] = (), *, least: bool = False, text: str = ""):
+        self.found, self.good, self.rows, self.least = tuple(found), good, tuple(rows), least
+        super().__init__(text or f"{summary(found, good, least=least)}\nMend them, or leave them out with on_bad_row skip.")
+
+    def and_more(self, other: FaultyRows) -> FaultyRows:
+        """Together with those of `other`, which are among the good rows here."""
+        return FaultyRows([*self.found, *other.found], self.good - len(other.found), least=self.least or other.least)
+
+    @staticmethod
+    def of_all(faults: Sequence[FaultyRows]) -> FaultyRows:
+        """Those of several data sets as one; of one themselves."""
+        if len(faults) == 1:
+            return faults[0]
+        found, rows = [text for one in faults for text in one.found], [row for one in faults for row in one.rows]
+        return FaultyRows(found, sum(one.good for one in faults), rows, least=any(one.least for one in faults))
+
+
+def summary(found: Sequence[str], good: int, *, least: bool = False) -> str:
+    """How many rows are bad, and some of them: of each kind of fault one (ten kinds at most), or five. `least`: there may be more."""
+    first: dict[str, int] = {}
+    for i, text in enumerate(found):
+        first.setdefault(kind_of_fault(text), i)
+    shown = set(list(first.values())[:10])
+    for i in range(len(found)):
+        if len(shown) >= 5:
+            break
+        shown.add(i)
+    lines = "\n  ".join(found[i] for i in sorted(shown)) + ("\n  ..." if len(found) > len(shown) else "")
+    return f"{len(found)} bad rows{' at least' if least else ''} beside {good} good ones:\n  {lines}"
+
+
+_DIFFERS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+")
+
+
+def kind_of_fault(text: str) -> str:
+    """What is said of a row without what two faults of one kind differ in: quotations and numbers."""
+    return _DIFFERS.sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +114,24 @@ class BadRows:
             self.first_lacking = self.first_lacking or place
             self.lacking.append(reason)
 
-    def settle(self, good: int, named: Mapping[str, str | None]) -> None:
-        """Raise for the bad rows (the first five, and how many), or log them where they are to be skipped.
+    def settle(self, good: int, named: Mapping[str, str | None], example: str = "", rows: Sequence[Any] = ()) -> None:
+        """Raise FaultyRows for the bad rows (some of them, and how many), or log them where they are to be skipped.
 
-        A column that no row has is one mistake, not one a row. `named`: the columns asked for, by setting.
+        A column that no row has is one mistake, not one a row. `named`: the columns asked for, by setting; `example`: a row of the
+        shape that was looked for; `rows`: see FaultyRows.
         """
         if not self.found:
             return
         if not good and len({one.name for one in self.lacking}) == 1:
             others = len(self.found) - len(self.lacking)
             beside = f"; {others} more {'is' if others == 1 else 'are'} bad for other reasons" if others else ""
-            raise UserError(f"{_nowhere(self.lacking[0], len(self.lacking), named)} (the first: {self.first_lacking}){beside}")
-        first = "\n  ".join(self.found[:5]) + ("\n  ..." if len(self.found) > 5 else "")
-        summary = f"{len(self.found)} bad rows beside {good} good ones:\n  {first}"
+            wanted = f"\nSuch a row is {example}" if example else ""
+            raise UserError(f"{_nowhere(self.lacking[0], len(self.lacking), named)} (the first: {self.first_lacking}){beside}{wanted}")
         if not good and self.on_bad_row == "skip":
-            raise UserError(f"no row is left where bad ones are skipped; {summary}")
+            raise UserError(f"no row is left where bad ones are skipped; {summary(self.found, good)}")
         if self.on_bad_row == "error":
-            raise UserError(f"{summary}\nMend them, or leave them out with on_bad_row skip.")
-        logger.warning("skipped %s", summary)
+            raise FaultyRows(self.found, good, rows)
+        logger.warning("skipped %s", summary(self.found, good))
 
 
 def _nowhere(lacking: NoColumn, rows: int, named: Mapping[str, str | None]) -> str:
@@ -94,7 +140,8 @@ def _nowhere(lacking: NoColumn, rows: int, named: Mapping[str, str | None]) -> s
     usual = [name for name in _PROMPTS if name in lacking.columns] if lacking.name == "prompt" and setting is not None else []
     hint = f"; did you mean {near[0]!r}?" if near else f"; if it is {usual[0]!r}, say {setting} {usual[0]}" if usual else ""
     shown = f" ({setting})" if setting is not None else ""
-    return f"no column {lacking.name!r}{shown} in any of {rows} rows, which have {lacking.there}{hint}"
+    remedy = f"; {lacking.remedy}" if lacking.remedy else ""
+    return f"no column {lacking.name!r}{shown} in any of {rows} rows, which have {lacking.there}{hint}{remedy}"
 
 
 def to_the_end(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:

@@ -301,7 +301,8 @@ def _find(spec: str) -> type:
         found = getattr(found, part, None)
     if not isinstance(found, type) or not (issubclass(found, Environment) or hasattr(found, "reset")):
         classes = {key: value for key, value in vars(module).items() if isinstance(value, type) and value is not Environment}
-        here = sorted(key for key, value in classes.items() if issubclass(value, Environment))
+        found_here = sorted(key for key, value in classes.items() if issubclass(value, Environment))
+        here = [key for key in found_here if classes[key].__module__ == module.__name__] or found_here
         near = nearest(attribute, here)
         hint = f"did you mean {near!r}? " if near else ""
         raise UserError(f"environment {spec!r}: {attribute!r} is no environment there; {hint}it has {', '.join(here) or 'none'}")

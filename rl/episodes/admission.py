@@ -16,6 +16,9 @@ from typing import Any
 class Admission:
     """Groups by number, 0 to `total` - 1: each begins once, and is in one batch. `bound`: a token's age in updates at most.
 
+    `version`: of the weights that are drawn from, in updates; the learner may be ahead of it by one, on whose way they are. A batch's
+    number, `taken` before it, is the version that learns from it.
+
     A batch is made of groups that have ended, those that began first before others. Where one that has not ended may wait no longer,
     the batch waits for it, or (`redraw`) it is given back: it begins again, at the version of now.
     """
@@ -68,7 +71,7 @@ class Admission:
         return sorted(batch), given_back
 
     def updated(self) -> None:
-        """The weights have changed."""
+        """The weights that are drawn from have changed."""
         self.version += 1
 
     def _candidates(self) -> list[int]:
@@ -81,7 +84,7 @@ class Admission:
         due, latest = 0, None
         for began in sorted(left):
             due += left[began]
-            if due > (began + self.bound - self.version) * self.batch_size:  # what the batches after this one can take of them in time
+            if due > (began + self.bound - self.taken) * self.batch_size:  # what the batches after this one can take of them in time
                 latest = began
         if latest is None:
             return set()

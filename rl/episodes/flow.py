@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl.episodes.clock import Clock
+from rl.episodes.clock import Clock, Decision
 from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult
 from rl.episodes.playing import Playing, count_overflows, finished, fits, own_params, take
 from rl.episodes.rollout import Rollouts
@@ -94,8 +94,9 @@ class Flow:
         self.seats, self.params, self.waiters, self.clock = seats, params, waiters, clock
         self.steps, self.seconds, self.max_turns = steps, seconds, max_turns
         self.groups: dict[int, Begun] = {}
-        self.learning: Callable[[], bool] = lambda: False  # whether an update is under way,
-        self.learned: Callable[[], bool] = lambda: False  # and has ended
+        self.learning: Callable[[], bool] = lambda: False  # whether an update is under way, or its weights are,
+        self.learned: Callable[[], bool] = lambda: False  # and has ended;
+        self.landed: Callable[[], bool | None] = lambda: None  # whether weights that are on their way have come
         self.counters: dict[str, int] = {}
         self.sample_seconds = self.score_seconds = 0.0
         self.scripts: dict[Key, list[SampledSequence]] = {}  # answers that are given again rather than drawn
@@ -159,20 +160,20 @@ class Flow:
 
     # ------------------------------------------------------------------------------------------------------------- ticks
 
-    def tick(self) -> bool:
+    def tick(self) -> Decision:
         """Goes on as far as it gets without waiting for whoever is not ready; where nothing can go on, until somebody is.
 
-        True where an update of the learner has ended, as `learned` said.
+        Returns what the clock decided of it.
         """
         self._ask()
         start = time.perf_counter()
         awaited = len(self.waiters) > 0 or self.learning()
         blocked = awaited and not any(seat.stream.busy for seat in self.seats.values())
-        decision = self.clock.decide(self.waiters, self.learned, blocked=blocked)
+        decision = self.clock.decide(self.waiters, self.learned, blocked=blocked, landed=self.landed)
         failed: dict[Key, str] = {}
         for key in decision.arrived:
             self._arrived(key, decision.failed.get(key), failed)
-        self.clock.note(type(decision)(decision.arrived, failed, decision.learned))
+        self.clock.note(replace(decision, failed=failed))
         self._ask()
         sampled = time.perf_counter()
         self.score_seconds += sampled - start
@@ -180,7 +181,7 @@ class Flow:
             if seat.stream.busy:
                 self._slice(player, seat)
         self.sample_seconds += time.perf_counter() - sampled
-        return decision.learned
+        return decision
 
     def _slice(self, player: str | None, seat: Seat) -> None:
         found = seat.stream.slice(self.steps)

@@ -14,6 +14,7 @@ from rl.memory.plan import (
 from rl.memory.roles import plan_sampler, staged
 from rl.memory.step import micro_batch, sampled_at_once
 from rl.memory.trace import Arithmetic, Skeleton
+from rl.memory.traces import Traces, follow
 
 __all__ = [
     "Arithmetic",
@@ -25,7 +26,9 @@ __all__ = [
     "Plan",
     "ROOM",
     "Skeleton",
+    "Traces",
     "Work",
+    "follow",
     "micro_batch",
     "plan",
     "plan_sampler",

@@ -21,7 +21,10 @@ from rl.memory.plan import (
 
 
 def arriving(shape: ModelShape, launch: Launch) -> float:
-    """The next version's trained weights, which land beside those that are drawn from."""
+    """The next version's trained weights, which land beside those that are drawn from.
+
+    Twice: where an update is shorter than a landing, the version after it begins to land before the last slice by the oldest is drawn.
+    """
     adapters = min(shape.trainable, shape.adapters)
     return float((BF16 if launch.bf16 else FP32) * (shape.trainable - adapters) + FP32 * adapters)
 
@@ -35,7 +38,7 @@ def plan_sampler(shape: ModelShape, launch: Launch, work: Work, others: Sequence
     """A sampler's part of `plan`. `others`: models that only score, which samplers hold."""
     items = (
         always("sampler's copy of the weights", sampler_copy(shape, launch)),
-        always("the next version, as it arrives", arriving(shape, launch)),
+        always("the next version, and one that follows at its heels", 2 * arriving(shape, launch)),
         always("models that only score", sum(sampler_copy(other, launch) for other in others)),
         Item("logits and working memory", sample=sampler_working(shape, launch, work)),
         Item("KV cache", sample=kv_cache(shape, launch, work)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -29,15 +29,46 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Layers in the middle of a model: their moments in the forward and in the backward, as first and last-but-one.
+
+    `kept`: bytes of each of KINDS that are more once they have run forwards; `left`: that are more once they have run backwards, too.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    kept: tuple[float, ...]
+    left: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Course:
-    """What is held in a forward and in the backward after it."""
+    """What is held in a forward and in the backward after it. `block`: layers that were marked (`Storages.mark`)."""
 
     forward: list[Moment]
     backward: list[Moment]
+    block: Block | None = None
 
     @property
     def peak(self) -> Held:
         return _largest(moment.held for moment in (*self.forward, *self.backward))
+
+    def stretched(self, more: int) -> Held:
+        """The peak of a model with `more` blocks further, each like the one that was marked and right behind it.
+
+        Once they have run forwards all that comes holds what they keep, and once they have run backwards what they leave. While they
+        run themselves it goes evenly from the first to the last of them, so the peak is at one of these.
+        """
+        assert self.block is not None
+        none, kept, left = ((0.0,) * len(KINDS), *(tuple(more * size for size in sizes) for sizes in (self.block.kept, self.block.left)))
+        moments: list[tuple[Moment, tuple[float, ...]]] = []
+        for phase, (first, last), before, after in (
+            (self.forward, self.block.forward, none, kept),
+            (self.backward, self.block.backward, kept, left),
+        ):
+            moments += [(moment, before) for moment in phase[:last]]
+            moments += [(moment, after) for moment in phase[first:]]
+        return _largest(tuple(a + b for a, b in zip(moment.held, further, strict=True)) for moment, further in moments)
 
     def deeper(self, longer: Course, times: int) -> Held:
         """The peak of a model that is deeper by `times` what `longer` is deeper by, the layers that repeat.
@@ -84,6 +115,7 @@ class Storages(TorchDispatchMode):
         self._now = dict.fromkeys(KINDS, 0.0)
         self._moments: list[Moment] = []
         self._turn = 0
+        self._marks: list[tuple[int, tuple[float, ...]]] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self.known(tensor)
 
@@ -91,8 +123,34 @@ class Storages(TorchDispatchMode):
         """The forward is over."""
         self._turn = len(self._moments)
 
+    def mark(self, layers: Sequence[nn.Module]) -> None:
+        """Marks the block from the first of two layers up to the second, when they run."""
+        for layer in layers:
+            layer.register_forward_pre_hook(self._begins, with_kwargs=True)
+
+    def _begins(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """A layer begins, and its backward will have ended when what goes into it has a gradient. Not where a backward runs it again."""
+        if self._turn:
+            return
+        self._note()
+        given = (one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor) and one.requires_grad)
+        if (hidden := next(given, None)) is not None:
+            hidden.register_hook(lambda _: self._note())
+
+    def _note(self) -> None:
+        self._marks.append((len(self._moments), tuple(self._now.values())))
+
     def course(self) -> Course:
-        return Course(self._moments[: self._turn], self._moments[self._turn :])
+        return Course(self._moments[: self._turn], self._moments[self._turn :], self._block())
+
+    def _block(self) -> Block | None:
+        """None where the layers did not run once each, forwards and backwards."""
+        if len(self._marks) != 4 or not self._marks[1][0] <= self._turn <= self._marks[2][0]:
+            return None
+        (begin, at_begin), (end, at_end), (back, at_back), (done, at_done) = self._marks
+        kept = tuple(b - a for a, b in zip(at_begin, at_end, strict=True))
+        left = tuple(b - a + k for a, b, k in zip(at_back, at_done, kept, strict=True))
+        return Block((begin, end), (back - self._turn, done - self._turn), kept, left)
 
     def known(self, tensor: Tensor) -> None:
         """Not counted: a weight, an accumulated gradient."""

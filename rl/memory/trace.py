@@ -64,6 +64,7 @@ class Skeleton:
             short = before + max(period, 2) + (self._depth - before) % period
             self._two = (short, short + period) if short + period < self._depth and not whole else None
             self._times = (self._depth - short) // period  # as often as the longer of the two is deeper than the shorter
+            self._block = (before + 1, before + 1 + period)  # not the first of all layers, whose input may need no gradient, nor the last
             share = None if lora is None else unadapted_share(loaded.model, lora)
             # a tensor of several layers is held once, however many there are: then all stay, to be counted one by one
             cut = self._layers is not None and self._two is not None and not share_weights(self._layers[1])
@@ -81,7 +82,8 @@ class Skeleton:
     def held(self, batch: MicroBatch, how: Arithmetic) -> Held:
         """What one micro-batch of forward and backward holds at its peak.
 
-        Of a model of many layers two short ones are run, the second longer by the layers that repeat: see `Course.deeper`.
+        Of a model of many layers a short one is run and the layers that repeat are marked in it: see `Course.stretched`. Where they do
+        not run one by one, two short ones are, the second longer by these layers: see `Course.deeper`.
         Raises UserError for a model whose forward asks what its numbers are.
         """
         try:
@@ -89,11 +91,14 @@ class Skeleton:
                 course, inside_op = self._run(batch, how)
                 peak = course.peak
             else:
-                with self._first(self._two[0]):
-                    course, inside_op = self._run(batch, how)
                 with self._first(self._two[1]):
-                    longer, _ = self._run(batch, how)
-                peak = course.deeper(longer, self._times)
+                    longer, inside_op = self._run(batch, how)
+                if longer.block is not None:
+                    peak = longer.stretched(self._times - 1)
+                else:
+                    with self._first(self._two[0]):
+                        course, inside_op = self._run(batch, how)
+                    peak = course.deeper(longer, self._times)
         except RuntimeError as error:
             first = str(error).strip().partition("\n")[0]
             raise UserError(
@@ -124,6 +129,9 @@ class Skeleton:
                 model.train()
             head = LogprobHead.untried(model, fused=how.fused)
             storages = Storages(model)
+            if self._layers is not None and self._two is not None:
+                blocks: Any = inner_model(model).get_submodule(self._layers[0])
+                storages.mark([blocks[i] for i in self._block if i < len(blocks)])
             with _gradients(model, storages, how.keeps_gradients):
                 ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
                 inputs: dict[str, Any] = {"input_ids": ids}

@@ -310,6 +310,41 @@ def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: 
     root._get_fsdp_state()._lazy_init()
 
 
+@dataclass(frozen=True)
+class Team:
+    """Some ranks of this world that compute one thing together. See `rl.sampler.split.Team`."""
+    rank: int
+    size: int
+    group: Any
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(found, x.contiguous(), group=self.group)
+        return found
+
+    def first_(self, x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+
+_teams: dict[int, Team] = {}
+
+
+def team(size: int, timeout_seconds: float) -> Team | None:
+    """This rank's team of so many consecutive ranks, the same at each call; all ranks ask together. None of one rank alone."""
+    for first in range(0, world(), size) if size > 1 and size not in _teams else ():
+        ranks = range(first, first + size)
+        group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))
+        if rank() in ranks:
+            _teams[size] = Team(rank() - first, size, group)
+    return _teams[size] if size > 1 else None
+
+
 def shutdown() -> None:
+    _teams.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

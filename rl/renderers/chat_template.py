@@ -176,7 +176,9 @@ class ChatTemplateRenderer(Renderer):
                 f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools: take a model whose template has one, or "
                 "the renderer 'role_colon', which describes them in words"
             )
-        return ChatTemplateRenderer(self.tokenizer, self.ends, **{**self.template_settings, "tools": list(tools)})
+        made = ChatTemplateRenderer(self.tokenizer, self.ends, **{**self.template_settings, "tools": list(tools)})
+        made.shield = self.shield  # an equal one, whose second tokenizer takes a second to make, for each group of episodes with tools
+        return made
 
     def _covered(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as text (and images), with special tokens covered."""

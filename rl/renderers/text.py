@@ -25,7 +25,11 @@ class _TextRenderer(Renderer):
         self.tools = list(tools)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
-        return type(self)(self.tokenizer, self.ends, tools) if tools else self
+        if not tools:
+            return self
+        made = type(self)(self.tokenizer, self.ends, tools)
+        made.shield = self.shield  # an equal one, which may have made its second tokenizer already
+        return made
 
     def offered(self) -> Sequence[Mapping[str, Any]]:
         return self.tools

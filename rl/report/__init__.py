@@ -16,7 +16,7 @@ from rl.report.logbook import (
     saved_config,
     write_config,
 )
-from rl.report.plots import draw
+from rl.report.plots import PICTURES, draw
 from rl.report.tracker import check_tracker
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "CURVES",
     "Console",
     "LOCK",
+    "PICTURES",
     "Logbook",
     "check_can_write",
     "check_claim",

@@ -176,7 +176,13 @@ def format_alone(seen: History) -> str | None:
 
 
 def rewards_failing(seen: History) -> str | None:
-    """Over three batches more than a tenth of the samples could not be scored."""
+    """Half of the newest batch's samples could not be scored, or more than a tenth over three batches.
+
+    At once for half of them: the reward that is shown is that of the others, which may be few and good.
+    """
+    failed, scored = number(seen.newest, FAILED), number(seen.newest, EPISODES)
+    if failed and failed >= scored:
+        return f"{failed:.0f} of the {failed + scored:.0f} samples of this batch could not be scored: its reward is that of the others"
     last = seen.newest_few(FEW)
     failed, scored = sum(column(last, FAILED)), sum(column(last, EPISODES))
     if len(last) < FEW or not failed > 0.1 * (failed + scored):

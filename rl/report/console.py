@@ -34,6 +34,7 @@ _HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("KL to reference", ("optim/kl_ref_k3",), "{:.1e}"),  # where there is one
     ("entropy", ("optim/entropy",), "{:.2f}"),
 )
+_FAILED, _SCORED = "reward/failed", "env/all/total_episodes"
 # What is said of held-out problems: the first of each line that was measured.
 _HELD_OUT: tuple[tuple[tuple[str, str], ...], ...] = (
     (("accuracy", HELD_OUT), ("accuracy", HELD_OUT_PAIRS), ("reward", HELD_OUT_REWARD)),
@@ -78,6 +79,8 @@ def headline(metrics: Mapping[str, Any]) -> str:
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
+    if failed := metrics.get(_FAILED):  # the reward is that of the others
+        parts.insert(1, f"not scored {failed:.0f} of {failed + metrics.get(_SCORED, 0):.0f}")
     speed = next((metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None)
     return "  ".join(parts + ([f"{compact(speed)} tok/s"] if speed is not None else []))
 

@@ -23,6 +23,8 @@ HELD_OUT_PAIRS = "test/rewards/accuracies"  # of preferences
 HELD_OUT_REWARD = "test/env/all/reward/total"
 HELD_OUT_LOSS, TOKEN_ACCURACY = "test/loss", "test/token_accuracy"
 
+PICTURES = (".png", ".svg", ".pdf")  # how a picture's name may end
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -132,11 +134,14 @@ def reward_parts(curves: Sequence[Curve]) -> list[Panel]:
     return [Panel(f"reward: {name.removeprefix('env/all/')}", (name,)) for name in own[:_MOST_PARTS]]
 
 
-def draw(source: Path | Sequence[Path], out_png: Path, labels: Sequence[str] | None = None) -> Path:
-    """Draw the curves of a run (or compare several) into `out_png`, atomically; returns it.
+def draw(source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
+    """Draw the curves of a run (or compare several) into `out`, a picture of the kind that its name ends with, atomically; returns it.
 
-    A metric that no run has gets no panel. Stages are shaded where one run is drawn. NothingToDraw where no panel is left.
+    A metric that no run has gets no panel. Stages are shaded where one run is drawn. NothingToDraw where no panel is left; UserError
+    for a kind of picture that is not in PICTURES.
     """
+    if out.suffix.lower() not in PICTURES:
+        raise UserError(f"{out} is no name of a picture: let it end with {', '.join(PICTURES)}")
     sources = [source] if isinstance(source, Path) else list(source)
     if labels is not None and len(labels) != len(sources):
         raise UserError(f"{len(labels)} labels for {len(sources)} runs: give one label a run")
@@ -145,11 +150,11 @@ def draw(source: Path | Sequence[Path], out_png: Path, labels: Sequence[str] | N
     if not panels:
         raise NothingToDraw(f"no curve in {', '.join(map(str, sources))}: no row has any of the metrics that are drawn")
     figure = _figure(curves, panels)
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    aside = out_png.with_name(out_png.name + ".tmp")
-    figure.savefig(aside, format="png", dpi=130, facecolor="white")
-    aside.replace(out_png)
-    return out_png
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(out.name + ".tmp")
+    figure.savefig(aside, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
+    aside.replace(out)
+    return out
 
 
 def _import_matplotlib() -> None:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from rl.errors import UserError
@@ -299,8 +299,16 @@ def _attribute(module: ModuleType, dotted: str, spec: str) -> Callable[..., Any]
     for part in dotted.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        here = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        here = _own_callables(module)
         near = difflib.get_close_matches(dotted, here, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"reward {spec!r}: {dotted!r} is no callable there; {hint}it has {', '.join(here) or 'none'}")
     return found
+
+
+def _own_callables(module: ModuleType) -> list[str]:
+    """Names of what could be a reward there: what it imports from elsewhere is not offered, unless it has nothing else."""
+    found = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+    kinds = (type, FunctionType, BuiltinFunctionType)  # an instance (a partial, an object that is called) was made there
+    own = [key for key, value in found.items() if not isinstance(value, kinds) or value.__module__ == module.__name__]
+    return sorted(own or found)

@@ -19,6 +19,7 @@ from rl.errors import UserError
 from rl.plain import says
 from rl.rewards.calls import Episode, Item
 from rl.rewards.frames import SECONDS, BadReply, Reply
+from rl.rewards.losses import Losses
 from rl.rewards.pending import Failure, PendingScore, RewardsLost, Score, excerpt
 from rl.rewards.printed import Printed
 from rl.rewards.registry import Reward, RewardFunction, resolve_reward
@@ -87,7 +88,7 @@ class Scorer:
                 raise UserError(f"reward {self.reward.name!r} needs the package {package}: pip install {package}")
         self.place: Place = _place(self.reward)
         self._environment = environment_of_rewards(environment)
-        self._printed = Printed(self.reward.name)
+        self._printed, self._losses = Printed(self.reward.name), Losses(self.reward.name)
         self._lock = threading.Condition()
         self._waiting = Waiting(self.reward.together)
         self._closed = False
@@ -285,7 +286,7 @@ class Scorer:
             chunk.clear()
             return None
         culprit = chunk.popleft()
-        logger.warning("reward %r %s (prompt %s)", self.reward.name, reply.error, excerpt(culprit.prompt))
+        self._losses(reply, culprit)
         self._finish(culprit, reply)
         return None
 

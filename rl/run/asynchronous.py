@@ -1,8 +1,9 @@
 """Sampling that goes on while the learner updates: batches of what is ready, no token older than the bound.
 
 One thread ticks: it lets environments and sampler go on, takes batches, and brings new weights to what is being drawn. An update is
-worked out in another thread; its verbs and the sampler's slices take turns on the devices. Of all this the clock decides two things
-alone, who was ready when and when an update had ended, and both stand in the run's log of decisions.
+worked out in another thread; its verbs and the sampler's slices take turns on the devices, or have devices of their own: then weights
+are on their way while the one draws with the old ones and the other begins the next update. Of all this the clock decides three things
+alone, who was ready when, when an update had ended and when its weights were there, and all stand in the run's log of decisions.
 """
 
 from __future__ import annotations
@@ -30,41 +31,112 @@ def train_asynchronous(stage: Stage) -> None:
     clock = stage.given.decisions.clock(state["tick"] if state else 0, whole=True)
     with stage.samples.flow({None: sampler}, clock) as flow, ThreadPoolExecutor(1, "learner") as learner:
         under_way = UnderWay(stage, flow, state)
-        stage.saves.state_of_flow = under_way.state
+        weights = Weights(stage, under_way, sampler)
+        stage.saves.state_of_flow = weights.state
         learning: Future | None = None
         taken: tuple[Rollouts, list[Datum]] | None = None
-        flow.learning, flow.learned = lambda: learning is not None, lambda: learning is not None and learning.done()
+        newest = sampler.version  # of the weights that learn
+        flow.learning = lambda: learning is not None or weights.arriving is not None
+        flow.learned, flow.landed = lambda: learning is not None and learning.done(), weights.landed
         for batch in stage.batches():
             stage.given.decisions.batch = batch
             while True:
                 under_way.begin()
-                if learning is None and (rollouts := under_way.take(sampler)) is not None:
+                if learning is None and (rollouts := under_way.take(newest)) is not None:
                     taken = (rollouts, [])
-                    learning = learner.submit(_learn, stage, batch, *taken)
+                    learning = learner.submit(_learn, stage, batch, *taken, weights.arriving)
                     learning.add_done_callback(lambda _: flow.waiters.poke())
-                if flow.tick():
+                decision = flow.tick()
+                if decision.learned:
                     break
+                if decision.landed:
+                    weights.switch()
             assert learning is not None and taken is not None
-            (metrics, fresh), (rollouts, datums), learning = learning.result(), taken, None
-            metrics |= under_way.metrics(rollouts, sampler.version)
-            sampler = stage.next_sampler(sampler, fresh)
-            flow.seats[None].stream.switch(sampler, anew=stage.settings.flow.recompute_cache)
-            under_way.admission.updated()
-            stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, datums)
+            (metrics, after, fresh), (rollouts, datums), learning = learning.result(), taken, None
+            weights.switch()
+            metrics |= under_way.metrics(rollouts, newest)
+            newest = after
+            weights.updated(fresh, batch)
+            draws = weights.newest if stage.samples_held_out and stage.samples_at(batch) else weights.sampler
+            stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, draws, rollouts, datums)
     stage.end()
 
 
-def _learn(stage: Stage, batch: int, rollouts: Rollouts, datums: list[Datum]) -> tuple[dict[str, float], SamplingClient | None]:
-    """The update on a batch; its datums are put into `datums`. Metrics, and the new weights where these are brought to other ranks:
-    until they are there, what those draw is of the old ones.
+def _learn(
+    stage: Stage, batch: int, rollouts: Rollouts, datums: list[Datum], before: SamplingClient | None
+) -> tuple[dict[str, float], int, SamplingClient | None]:
+    """The update on a batch; its datums are put into `datums`. Metrics, the weights' version, and they where they go to other ranks.
+
+    `before`: those of the update before, if they are on their way; one after the other.
     """
     datums += stage.method.credit(rollouts.groups, stage.models)
-    metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
+    metrics, version = stage.method.learn(stage.models, datums, stage.progress(batch)), stage.models.policy.version
     if not stage.settings.flow.sampler_ranks:
-        return metrics, None  # they are taken between two slices
+        return metrics, version, None  # they are taken between two slices
+    _ = before is None or before.version  # waits for them
     fresh = stage.models.policy.save_weights_and_get_sampling_client()
-    _ = fresh.version  # waits for them
-    return metrics, fresh
+    if stage.saves.is_due(batch + 1):
+        _ = fresh.version  # a checkpoint waits for them, and sampling goes on meanwhile
+    return metrics, version, fresh
+
+
+class Weights:
+    """Who draws from which weights, and which are on their way to other ranks while both sides go on with what they have."""
+
+    def __init__(self, stage: Stage, under_way: UnderWay, sampler: SamplingClient):
+        self.stage, self.under_way, self.flow, self.sampler = stage, under_way, under_way.flow, sampler
+        self.arriving: SamplingClient | None = None
+        if under_way.admission.version < stage.done:  # as a replay left it, which saved where the run that it repeated did not
+            self._send(None)
+
+    @property
+    def newest(self) -> SamplingClient:
+        return self.arriving or self.sampler
+
+    def landed(self) -> bool | None:
+        return None if self.arriving is None else self.arriving.there
+
+    def switch(self) -> None:
+        """What is on its way has come, or is waited for, and is drawn from from now on."""
+        if self.arriving is not None:
+            old, self.sampler, self.arriving = self.sampler, self.arriving, None
+            self._use()
+            old.release()
+
+    def updated(self, fresh: SamplingClient | None, batch: int) -> None:
+        """After an update; `fresh`: its weights, where they are under way already. Where a checkpoint follows they are waited for."""
+        stage = self.stage
+        stops = stage.saves.is_due(batch + 1) or stage.stop_request.exit_code is not None
+        if self.flow.clock.under_way(fresh is not None and not stops):
+            self._send(fresh)
+        else:
+            self.sampler = stage.next_sampler(self.sampler, fresh)
+            self._use()
+        if self.flow.clock.stopped():
+            self.flow.seats[None].stream.renew()
+
+    def state(self) -> dict[str, Any]:
+        """Of what is under way, for a checkpoint, from which a run goes on with the newest weights."""
+        if self.arriving is not None:
+            if self.flow.clock.settle():
+                self.switch()
+            else:
+                self.stage.console.warn(
+                    "this checkpoint falls where weights were on their way in the run that is replayed: what goes on from it has them a "
+                    "little sooner than that run had"
+                )
+        if self.stage.stop_request.exit_code is not None and not self.stage.saves.is_due(self.stage.done):
+            self.flow.clock.stop()
+        return self.under_way.state()
+
+    def _send(self, fresh: SamplingClient | None) -> None:
+        self.arriving = fresh or self.stage.models.policy.save_weights_and_get_sampling_client()
+        self.arriving.when_there(self.flow.waiters.poke)
+
+    def _use(self) -> None:
+        _ = self.sampler.version  # waits; raises where they could not be brought
+        self.flow.seats[None].stream.switch(self.sampler, anew=self.stage.settings.flow.recompute_cache)
+        self.under_way.admission.updated()
 
 
 class UnderWay:
@@ -112,8 +184,8 @@ class UnderWay:
         self.admission.ended.discard(number)
         self._begin(number)
 
-    def take(self, sampler: SamplingClient) -> Rollouts | None:
-        """The next batch; None where it is not there yet."""
+    def take(self, newest: int) -> Rollouts | None:
+        """The next batch, for weights of version `newest`; None where it is not there yet."""
         for number in self.flow.done():
             if number not in self._seen:
                 self._seen.add(number)
@@ -126,11 +198,11 @@ class UnderWay:
             return None
         self._seen -= set(batch)
         rollouts = self.stage.samples.judged(self.flow.take(batch))
-        self.stage.samples.check(rollouts, sampler, self.admission.bound)
+        self.stage.samples.check(rollouts, newest, self.admission.bound)
         return rollouts
 
     def metrics(self, rollouts: Rollouts, version: int) -> dict[str, float]:
-        """The age of each trained token in updates, and what was done about those that grew old."""
+        """The age of each trained token in updates, of weights of that version, and what was done about those that grew old."""
         ages = Counter(version - v for v in token_versions(rollouts))
         total = max(1, ages.total())
         found = {f"async/age/{age}": ages[age] / total for age in range(self.admission.bound + 1)}

@@ -19,6 +19,9 @@ FREE = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "k
         "sampler_cache",
         "sampler_ranks", "eval_every", "save_every",
         "rollouts_every", "keep_last", "keep_best", "keep_best_mode", "reward_timeout", "reward_workers", "reward_env")  # fmt: skip
+# Of FREE, those on which a result's rounding depends: one of them where sums are cut, and a checkpoint has caches read again.
+ROUNDS = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib", "kv_cache_tokens", "max_rows",
+          "save_every")  # fmt: skip
 CHANGES = "changes"  # in config.json
 
 
@@ -73,6 +76,13 @@ def allowed(config: Mapping[str, Any], run: Run, at: int, done: int, step: int) 
     if later:
         said.append(f"changed in stages that have not begun: {'; '.join(later)}")
     return Allowed(replace(run, stages=tuple(stages)), notes, said)
+
+
+def replayed_otherwise(config: Mapping[str, Any], run: Run) -> list[str]:
+    """Settings of a run that `run` replays, by its `config`, for whose sake the replay is not bit for bit; a line each."""
+    late = any(getattr(getattr(stage.settings, "flow", None), "max_steps_off_policy", 0) for stage in run.stages)
+    same = {*FREE_OPTIONS, *FREE} - {*ROUNDS} | (set() if late else {"save_every"})
+    return difference(config, resolved(run), ignore=tuple(same), methods=METHODS, options=RunSettings)
 
 
 def changes_data(notes: Sequence[Mapping[str, Any]]) -> bool:

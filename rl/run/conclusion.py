@@ -11,6 +11,7 @@ from typing import Protocol
 from rl.clients import TrainingClient
 from rl.methods import METHODS
 from rl.report import Console, compact
+from rl.run.device_side import worker_settings
 from rl.run.held_out import HeldOut
 from rl.run.prepare import Prepared, found_out, reward_of
 from rl.settings import Run
@@ -38,13 +39,18 @@ def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, 
         {
             "stages": " -> ".join(f"{s.name} ({s.settings.loop.steps} steps)" for s in run.stages),
             "model": f"{info['base_model']}, {compact(info['parameters'])} parameters ({trained})",
-            "device": f"{info['device']}, {info['dtype']}, {info['world']} process{'es' if info['world'] > 1 else ''}",
+            "device": f"{info['device']}, {info['dtype']}, {_processes(info['world'], worker_settings(run.stages).sampler_ranks)}",
             **({"programs in": kind} if (kind := found_out(stages).get("sandbox")) is not None else {}),
             "writes to": folder,
         },
     )
     for text in dict.fromkeys(str(prepared.overlap) for prepared in stages if prepared.overlap is not None and prepared.overlap.shared):
         console.warn(text)
+
+
+def _processes(world: int, samplers: int) -> str:
+    counted = f"{world} process{'es' if world > 1 else ''}"
+    return f"{counted} that learn{'s' if world == 1 else ''}, {samplers} that sample{'s' if samplers == 1 else ''}" if samplers else counted
 
 
 def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:

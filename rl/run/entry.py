@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
 
 from rl.methods import METHODS
 from rl.settings import Run, as_flags, flatten
@@ -17,8 +17,11 @@ TRACEBACK = "WHETSTONE_TRACEBACK"
 LOST = 1
 
 
-def main(run: Run) -> int:
-    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: by Ctrl-C."""
+def main(run: Run, beside: Sequence[Any] = ()) -> int:
+    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: by Ctrl-C.
+
+    `beside`: connections to processes that help to plan (rl.quick.beside).
+    """
 
     outcome = ["nothing was started"]
 
@@ -26,7 +29,7 @@ def main(run: Run) -> int:
         if run.options.plan:
             from rl.run.plan import show
 
-            show(run)
+            show(run, beside)
             return
         from rl.run.execute import execute
 

@@ -91,7 +91,7 @@ class Evaluator:
         result = rollout(builders, sampler, given.eval_params, seed=seed, players=players)
         result = self.samples.judged(result, alone=True)
         self._forget_seconds()
-        self.samples.check(result, sampler)
+        self.samples.check(result, sampler.version)
         metrics = group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
         accuracy, held_out = self._headline(metrics, "test/env/all"), self.held_out

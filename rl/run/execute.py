@@ -27,6 +27,7 @@ from rl.report import (
 from rl.run.beginnings import begins_after, check_weights
 from rl.run.changed import CHANGES, changes_data
 from rl.run.conclusion import conclude, introduce, resume_command
+from rl.run.decisions import check_replay
 from rl.run.device_side import worker_settings
 from rl.run.epochs import in_steps
 from rl.run.held_out import HeldOut
@@ -41,8 +42,8 @@ from rl.run.opponents import Opponents
 from rl.run.origins import ORIGINS, check_apart, said, settled
 from rl.run.plan import check as check_memory
 from rl.run.position import Position, check_finals, find, make_way
-from rl.run.prepare import Prepared, check_rows, check_sandboxes, found_out, prepare
-from rl.run.rehearsal import rehearse
+from rl.run.prepare import Prepared, check_rows, check_sandboxes, found_out
+from rl.run.rehearsal import prepared_stages, rehearse
 from rl.run.stage import Stage
 from rl.run.stored import stored_answers
 from rl.settings import Run, resolved
@@ -76,8 +77,9 @@ def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
         check_apart(origins, folder)
         position = find(run, folder, console) if options.resume else Position(run_id=new_id())
         run = position.run or run
+        check_replay(run, console.warn)
         check_sandboxes(run.stages)
-        stages = [prepare(plan, run.stages[:i]) for i, plan in enumerate(run.stages)]
+        stages = prepared_stages(run.stages)
         for prepared in stages:
             if prepared.scorer is not None:
                 stack.callback(prepared.scorer.close)

@@ -15,6 +15,7 @@ from rl.learner import ModelSpec, saving
 from rl.models import LoadedModel, check_whole_folder, is_adapter, is_lora, made_from, merge
 from rl.ranks import checkpoint
 from rl.run.card import card
+from rl.run.inventory import RESUMABLE, WEIGHTS
 from rl.run.reopen import open_weights
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -30,15 +31,24 @@ class Exported:
     untied: bool = False
 
 
-def export(target: str, out: Path, *, name: str | None = None, merged: bool = False, dtype: Dtype = "fp32") -> Exported:
+def export(
+    target: str, out: Path, *, name: str | None = None, merged: bool = False, dtype: Dtype = "fp32", overwrite: bool = False
+) -> Exported:
     """Writes the weights that `target` means (a run, a checkpoint, a folder of weights) into the new folder `out`.
+
+    `overwrite`: in the place of an earlier export that is there, which goes when the new one is whole.
 
     An adapter stays one unless `merged`, or unless its base is none that others could load (built on the spot, or itself merged).
     Merging and rounding are done in fp32. UserError where `out` holds something, or there is nothing to export.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already and not empty: an export goes into a new folder, name another")
+    earlier = overwrite and _is_export(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not earlier:
+        what = "no earlier export, and only such a one is replaced" if overwrite else "not empty"
+        remedy = "name another" if overwrite or not _is_export(out) else "name another, or replace the earlier export with --overwrite"
+        raise UserError(f"{out} is there already and {what}: an export goes into a new folder, {remedy}")
     weights = open_weights(target, name)
+    if earlier and weights.path is not None and weights.path.resolve() == out.resolve():
+        raise UserError(f"{out} would be written from itself: name another folder")
     if weights.path is None:
         raise UserError(f"{target} is a base model: there is nothing of a run to export")
     source = saving.model_folder(weights.path)
@@ -56,9 +66,9 @@ def export(target: str, out: Path, *, name: str | None = None, merged: bool = Fa
         spec = ModelSpec(spec.base_model, value_head=spec.value_head)
         loaded.model.config.dtype = DTYPES[dtype]
     try:
-        if out.is_dir():
+        if out.is_dir() and not earlier:
             out.rmdir()  # it is empty
-        with checkpoint.writing(out, expected_bytes=saving.model_bytes(loaded.model)) as folder:
+        with checkpoint.writing(out, expected_bytes=saving.model_bytes(loaded.model), replace=earlier) as folder:
             _write(loaded, spec, weights.path, folder)
         words = card(weights, found.what, spec.base_model, adapter=adapter)
         (out / "README.md").write_text(words, encoding="utf-8")
@@ -79,6 +89,13 @@ def push(folder: Path, repository: str) -> str:
     except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
         raise UserError(f"{folder} is written, but could not be pushed to {repository}: {error}") from error
     return str(made)
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder is what `export` writes, with its card; not weights that a run or a server saved, which look alike."""
+    if folder.resolve().parent.name in (RESUMABLE, WEIGHTS):
+        return False
+    return all((folder / name).is_file() for name in (checkpoint.MANIFEST, "state.json", "README.md"))
 
 
 def _alone(source: Path) -> str:

@@ -103,7 +103,7 @@ class RunLock:
                     raise RunFolderError(self._refusal(owner, 0.0))
                 continue
             if self._replace(owner):
-                say(f"the lock of {_named(owner)} was taken over: {over}")
+                say(_takes_over(self.folder, owner, over))
                 break
         if not self._mine:
             self._mine = True
@@ -207,7 +207,7 @@ class RunLock:
     def _is_over(self, owner: Mapping[str, Any], age: float) -> str | None:
         """Why the owner cannot be at work any more; None where it may be."""
         if self._is_here(owner):
-            return None if _is_alive(owner["pid"], str(owner.get("began") or "")) else "that process has ended"
+            return None if _is_alive(owner["pid"], str(owner.get("began") or "")) else "that process has ended (killed, perhaps)"
         mine, theirs = self._me["slurm"], owner.get("slurm")
         if mine and isinstance(theirs, list) and len(theirs) == 2 and theirs[0] == mine[0] and theirs[1] != mine[1]:
             return f"it was an earlier start of this Slurm job {mine[0]}"
@@ -264,6 +264,11 @@ def _named(owner: Mapping[str, Any]) -> str:
     if not isinstance(owner.get("pid"), int):
         return "a process that its lock does not name"
     return f"process {owner['pid']} on {owner.get('host')}"
+
+
+def _takes_over(folder: Path, owner: Mapping[str, Any], over: str) -> str:
+    """What a person is told who starts after a process that did not give the folder back: that this is well."""
+    return f"{_named(owner)} had {folder} and did not give it back; {over}. Its lock is taken over, nothing is to be done about it"
 
 
 def _duration(seconds: float) -> str:

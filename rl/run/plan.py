@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -12,19 +14,20 @@ from rl.errors import UserError
 from rl.memory import ROOM, Launch
 from rl.methods import METHODS
 from rl.run.origins import settled
-from rl.run.plan_changes import remedies, shown, together
-from rl.run.plan_needs import launch_of, needs_of
+from rl.run.plan_changes import ahead, remedies, shown, together
+from rl.run.plan_needs import TRACES, launch_of, needs_of
 from rl.run.plan_page import Device, StageNeeds, gib, print_plans
 from rl.settings import Run
 
 ANSWER_BYTES = 2048  # that Python needs at least for one answer, its tokens, logprobs and advantages: twice as much is usual
 
 
-def show(run: Run) -> None:
-    """Prints the plan of a run on rank 0. Raises UserError (on every rank) where it cannot fit."""
+def show(run: Run, beside: Sequence[Connection] = ()) -> None:
+    """Prints the plan of a run on rank 0. Raises UserError (on every rank) where it cannot fit. `beside`: see `Traces.helped`."""
     gc.disable()  # of a process that lives for seconds and imports much, a tenth of its time
     try:
-        _show(run)
+        with TRACES.helped(beside) if beside else nullcontext():
+            _show(run)
     finally:
         gc.enable()
 
@@ -34,6 +37,7 @@ def _show(run: Run) -> None:
     options = run.options
     _check_batches(run)
     launch, device = launch_of(options, run.stages[0].settings.model.precision)
+    ahead(run, launch, options.plan_prompt_tokens)
     stages = needs_of(run, launch, options.plan_prompt_tokens)
     largest = max(stages, key=lambda needs: needs.plan.peak)
     prints = os.environ.get("RANK", "0") == "0"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.memory import Launch
-from rl.run.plan_needs import needs_of
+from rl.run.plan_needs import TRACES, needs_of, nothing, runs_of
 from rl.settings import Run
 
 CACHE = "kv_cache_tokens"  # the setting, and the kind of change
@@ -75,10 +75,17 @@ def _smaller_caches(run: Run) -> list[int]:
     return [now >> i for i in range(1, 12) if now >> i >= least]
 
 
+def ahead(run: Run, launch: Launch, prompt: int) -> None:
+    """Has what the run's plan and the remedies for it will ask for worked out from now on, if there are processes for it."""
+    _want(run, launch, prompt, [[], *([change] for change in _candidates(run, launch))])
+
+
 def remedies(run: Run, launch: Launch, prompt: int) -> list[Change]:
     """Single changes that lower the peak of the run, the most effective first."""
     bound = HELPS * _peak(run, launch, prompt, [])
-    tried = [replace(change, peak=_peak(run, launch, prompt, [change], bound)) for change in _candidates(run, launch)]
+    candidates = _candidates(run, launch)
+    _want(run, launch, prompt, [[change] for change in candidates if _least(run, launch, prompt, [change]) <= bound])
+    tried = [replace(change, peak=_peak(run, launch, prompt, [change], bound)) for change in candidates]
     return sorted((change for change in tried if change.peak < bound), key=lambda change: change.peak)
 
 
@@ -89,14 +96,22 @@ def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], r
     """
     taken: list[Change] = []
     peak = _peak(run, launch, prompt, [])
-    for change in sorted(changes, key=lambda change: (change.costly, change.peak)):
-        others = [other for other in taken if other.kind != change.kind]
-        lower = _peak(run, launch, prompt, [*others, change], HELPS * peak)
+    ordered = sorted(changes, key=lambda change: (change.costly, change.peak))
+    for i, change in enumerate(ordered):
+        tried = _with(taken, change)
+        if TRACES.are_helped and _least(run, launch, prompt, tried) <= HELPS * peak:  # and meanwhile what comes next if this one helps
+            _want(run, launch, prompt, [tried, *(_with(tried, following) for following in ordered[i + 1 : i + 2])])
+        lower = _peak(run, launch, prompt, tried, HELPS * peak)
         if lower < HELPS * peak:
-            taken, peak = [*others, change], lower
+            taken, peak = tried, lower
         if peak <= room:
             return _with_the_largest_cache(run, launch, prompt, taken, changes, room)
     return [], peak
+
+
+def _with(taken: Sequence[Change], change: Change) -> list[Change]:
+    """Of several of a kind one is taken, the last."""
+    return [*(other for other in taken if other.kind != change.kind), change]
 
 
 def _with_the_largest_cache(
@@ -122,11 +137,32 @@ def shown(changes: Sequence[Change], room: float) -> list[Change]:
 
 def _peak(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], bound: float = math.inf) -> float:
     """The run's peak with these changes; where it is above `bound` whatever a micro-batch holds, what it is at least."""
+    if math.isfinite(bound):  # following a micro-batch takes long
+        least = _least(run, launch, prompt, changes)
+        if least > bound:
+            return least
+    settings, launch = _changed(run, launch, changes)
+    return max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings))
+
+
+def _least(run: Run, launch: Launch, prompt: int, changes: Sequence[Change]) -> float:
+    """What the run's peak with these changes is at least, whatever a micro-batch holds."""
+    settings, launch = _changed(run, launch, changes)
+    return max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings, nothing))
+
+
+def _changed(run: Run, launch: Launch, changes: Sequence[Change]) -> tuple[list[Any], Launch]:
+    """(the stages' settings, the launch) with these changes."""
     settings = [stage.settings for stage in run.stages]
     for change in changes:
         settings, launch = [change.settings(one) for one in settings], change.launch(launch)
-    if math.isfinite(bound):  # following a micro-batch takes long
-        least = max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings, traced=False))
-        if least > bound:
-            return least
-    return max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings))
+    return settings, launch
+
+
+def _want(run: Run, launch: Launch, prompt: int, tries: Sequence[Sequence[Change]]) -> None:
+    """Has the micro-batches of these tries followed, in this order, where there are processes for it."""
+    found = []
+    for changes in tries if TRACES.are_helped else ():
+        settings, changed = _changed(run, launch, changes)
+        found += runs_of(run, changed, prompt, settings)
+    TRACES.want(found)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rl.memory import (
     MicroBatch,
     ModelShape,
     Plan,
-    Skeleton,
+    Traces,
     Work,
     micro_batch,
     plan,
@@ -39,6 +38,8 @@ from rl.settings import ModelSettings, Run, StagePlan
 from rl.types import LoraConfig
 
 _DEFAULT_GPU = 80.0  # GiB, of a GPU that is only asked about
+TRACES = Traces()  # a process plans for one run, again and again with other settings
+Holds = Callable[[ModelSettings, MicroBatch, Launch], Held]
 
 
 def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
@@ -65,9 +66,13 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
     return launch, Device("CPU process", machine / per_node)
 
 
-def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None, *, traced: bool = True) -> list[StageNeeds]:
-    """Every stage's needs, under `settings` (by default the run's own). Not `traced`: as if a micro-batch held nothing, which is quick."""
+def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None, holds: Holds | None = None) -> list[StageNeeds]:
+    """Every stage's needs, under `settings` (by default the run's own).
+
+    `holds`: what a micro-batch holds; None: it is followed, which takes long.
+    """
     found = []
+    holds = holds or _held
     chosen = [stage.settings for stage in run.stages] if settings is None else list(settings)
     for i, stage in enumerate(run.stages):
         first, before = i, begins_after(run.stages, i)
@@ -79,20 +84,20 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
         if went_on and before is None:
             root = root_of(model.base_model)[0]
             model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
-        found += _needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter, traced=traced)
+        found += _needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter, holds=holds)
     return found
 
 
 def _needs(
-    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool, traced: bool
+    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool, holds: Holds
 ) -> list[StageNeeds]:
     """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off.
 
     One, or where some ranks only sample that of those that learn, and of those that sample.
     """
     samplers, launch = _sides(settings, launch)
-    skeleton = _skeleton(model.base_model, model.tokenizer, _lora(model))
-    shape, sampling, optim, loop = skeleton.shape, settings.sampling, settings.optim, settings.loop
+    shape = TRACES.shape((model.base_model, model.tokenizer, _lora(model)))
+    sampling, optim, loop = settings.sampling, settings.optim, settings.loop
     hooks = METHODS[stage.method].hooks(settings)
     group = hooks.group_size if hooks.online else 1
     if shape.max_context is not None:
@@ -109,12 +114,12 @@ def _needs(
     prompts, rows = max(drawn, key=lambda pair: pair[1], default=(0, 0))
     work = Work(batch=batch, samples=bool(drawn), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens)
     launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=may_stay_unread(model.base_model))
-    others, method = _others(stage.method, settings, skeleton), METHODS[stage.method]
+    others, method = _others(stage.method, settings, shape), METHODS[stage.method]
     if method.keeps_beginning(settings) and not fresh_adapter:
         others.append(shape)
     critic = method.critic(settings)
-    critics = [] if critic is None else [shape if critic == "policy" else _skeleton(critic, model.tokenizer, _lora(model)).shape]
-    held = _held(model, batch, launch) if traced else Held()
+    critics = [] if critic is None else [shape if critic == "policy" else TRACES.shape((critic, model.tokenizer, _lora(model)))]
+    held = holds(model, batch, launch)
     if samplers is None:
         return [StageNeeds(stage.name, model.base_model, plan(shape, held, launch, work, others, critics), work, launch)]
     learns = plan(shape, held, launch, Work(batch=batch, samples=False), (), critics)
@@ -137,13 +142,13 @@ def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
     return whole, replace(launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node))
 
 
-def _others(method: str, settings: Any, policy: Skeleton) -> list[ModelShape]:
+def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
     """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy."""
     shapes = []
     for target in METHODS[method].weights(settings):
         folder = Path(target).expanduser()
         named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
-        shapes.append((_skeleton(target, settings.model.tokenizer, None) if named else policy).shape)
+        shapes.append(TRACES.shape((target, settings.model.tokenizer, None)) if named else policy)
     return shapes
 
 
@@ -160,12 +165,28 @@ def _lora(model: ModelSettings) -> LoraConfig | None:
     return LoraConfig(model.lora_rank, **{part: getattr(model, part) for part in PARTS})
 
 
-@cache
-def _skeleton(base_model: str, tokenizer: str | None, lora: LoraConfig | None) -> Skeleton:
-    return Skeleton(base_model, tokenizer, lora)
+def nothing(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
+    """As if a micro-batch held nothing, which is known at once."""
+    return Held()
+
+
+def runs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any]) -> list[Any]:
+    """The micro-batches that would be followed, as `Traces.want` takes them."""
+    found = []
+
+    def note(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
+        found.append(_run(model, batch, launch))
+        return Held()
+
+    needs_of(run, launch, prompt, settings, note)
+    return found
 
 
 def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
+    return TRACES.held(_run(model, batch, launch))
+
+
+def _run(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Any:
     how = Arithmetic(
         dtype=torch.bfloat16 if launch.compute_bytes == 2 and (launch.fsdp or launch.zero is not None) else torch.float32,
         autocast=launch.bf16 and launch.zero is None and not launch.fsdp,
@@ -175,9 +196,4 @@ def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
         cuda=launch.cuda,
         low_base=launch.base != "fp32" and launch.zero is None and not launch.fsdp,
     )
-    return _held_once(model.base_model, model.tokenizer, _lora(model), batch, how)
-
-
-@cache
-def _held_once(base_model: str, tokenizer: str | None, lora: LoraConfig | None, batch: MicroBatch, how: Arithmetic) -> Held:
-    return _skeleton(base_model, tokenizer, lora).held(batch, how)
+    return (model.base_model, model.tokenizer, _lora(model)), batch, how

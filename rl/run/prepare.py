@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from rl.clients import TrainingClient
-from rl.data import GENERATED_REWARDS, Curriculum, Limits, Overlap, ProblemSet, RowCheck, answers_check, good_rows, overlap
+from rl.data import GENERATED_REWARDS, Curriculum, FaultyRows, Limits, Overlap, ProblemSet, RowCheck, answers_check, good_rows, overlap
 from rl.environments import EnvironmentSpec
 from rl.errors import UserError
 from rl.methods import METHODS, EvaluatesRows, RolloutDataSettings, check_answer
@@ -137,7 +137,7 @@ def held_out_rows(environment: EnvironmentSpec | None, settings: Any) -> Problem
 
 
 def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
-    """Raises UserError naming the first row that could not be trained on or evaluated, before anything is; or leaves such rows out.
+    """Raises UserError naming rows that could not be trained on or evaluated, before anything is; or leaves such rows out.
 
     Where rows are sampled (online, and held-out rows that a reward scores) every prompt leaves room for max_tokens in the
     context. Where their responses are learnt, every row has them, and the whole fits. Rows that were looked through for such a model
@@ -153,18 +153,29 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
         return
     rows, test_problems, hooks = prepared.rows, prepared.test_problems, method.hooks(settings)
     longest, limits = hooks.longest if isinstance(hooks, EvaluatesRows) else None, Limits.of(settings.data)
+    faults: list[FaultyRows] = []
+
+    def kept(found: ProblemSet, check: Any) -> ProblemSet:
+        try:
+            return good_rows(found, check, skip)
+        except FaultyRows as error:
+            faults.append(error)
+            return found
+
     if rows is not None:  # else an earlier stage is to write them
         check: Any = RowCheck(policy.info, renderer, rows.name, reads, 0 if reads else wanted, longest, limits=limits)
         if "answers" in reads:
             check = answers_check(partial(check_answer, settings, policy.info, renderer), skip)
-        prepared.rows = good_rows(rows, check, skip)
+        prepared.rows = kept(rows, check)
         if prepared.rows is not rows and prepared.curriculum is not None:
             prepared.curriculum = Curriculum(prepared.rows, settings.data)
     if test_problems is not None:
         ranked, asked = reads if method.ranks_held_out else (), wanted if prepared.scorer is not None else 0
         lenient = method.ranks_where_there
         check = RowCheck(policy.info, renderer, test_problems.name, ranked, asked, longest, limits=limits, where_there=lenient)
-        prepared.test_problems = good_rows(test_problems, check, skip)
+        prepared.test_problems = kept(test_problems, check)
+    if faults:
+        raise faults[0] if not faults[0].good else FaultyRows.of_all(faults)  # where none is good they are of another shape
     prepared.checked_for = None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
 from rl.learner import saving
 from rl.methods import METHODS
@@ -21,10 +22,10 @@ from rl.models import PARTS, add_lora, check_model_folder, check_whole_folder, i
 from rl.run.beginnings import begins_after
 from rl.run.hosts import make_renderer, rubric_of, stage_renderer
 from rl.run.origins import weights_folder
-from rl.run.prepare import Prepared, check_rows
+from rl.run.prepare import Prepared, check_rows, prepare
 from rl.run.reopen import open_weights
 from rl.settings import LearnedRewardSettings, ModelSettings, StagePlan
-from rl.types import LoraConfig
+from rl.types import LoraConfig, Problem
 
 if TYPE_CHECKING:
     from rl.clients import SamplingClient, TrainingClient
@@ -150,6 +151,33 @@ class _Hosts:
         base_model = weights_folder(base_model)
         _check_adapter(replace(self.model, base_model=base_model), base_model)
         return cast("TrainingClient", Outline(base_model, self.model.tokenizer, value_head=True))
+
+
+def prepared_stages(stages: Sequence[StagePlan]) -> list[Prepared]:
+    """`prepare` of each. Of a stage whose rows cannot all be read, those that can are looked through too, and all faults told at once."""
+    found = []
+    for i, plan in enumerate(stages):
+        try:
+            found.append(prepare(plan, stages[:i]))
+        except FaultyRows as error:
+            more = _unfit(stages, i, error.rows)
+            raise error if more is None else error.and_more(more) from error
+    return found
+
+
+def _unfit(stages: Sequence[StagePlan], index: int, rows: Sequence[Problem]) -> FaultyRows | None:
+    """Which of a stage's rows could not be trained on, as far as that can be known before anything is loaded."""
+    plan = stages[index]
+    if not rows or getattr(getattr(plan.settings, "env", None), "environment", None) is not None:
+        return None
+    try:
+        policy = cast("TrainingClient", outline_of(stages, index, False))
+        check_rows(Prepared(plan, ProblemSet(rows), None, None), policy, stage_renderer(policy, plan.settings))
+    except FaultyRows as error:
+        return error
+    except (ValueError, OSError):  # something else is wrong besides, which is told when the rows are mended
+        return None
+    return None
 
 
 def rehearse(stages: Sequence[StagePlan], prepared: Sequence[Prepared], after: int) -> None:

@@ -147,10 +147,10 @@ class Samples:
         chosen = {id(group) for group in kept}
         return replace(rollouts, groups=kept, left_out=[group for group in rollouts.groups if id(group) not in chosen])
 
-    def check(self, rollouts: Rollouts, sampler: SamplingClient, oldest: int = 0) -> None:
+    def check(self, rollouts: Rollouts, newest: int, oldest: int = 0) -> None:
         """Names rewards that failed (each kind once); ends the run where none worked, or samples are of other weights.
 
-        `oldest`: so many updates before those of `sampler` they may be.
+        `newest`: the version of the weights that learn of them; `oldest`: so many updates before it samples may be.
         """
         if rollouts.errors:
             kind = rollouts.errors[0].split(" (prompt")[0]  # texts that differ in a number would be said at every step: 20 at most
@@ -159,8 +159,8 @@ class Samples:
         versions: set[int | None] = set()
         for ac in drawn:
             versions |= {*ac.versions} if ac.versions else {ac.version}
-        if versions - {sampler.version - age for age in range(oldest + 1)}:
-            expected = f"{sampler.version}" if not oldest else f"{sampler.version - oldest} to {sampler.version}"
+        if versions - {newest - age for age in range(oldest + 1)}:
+            expected = f"{newest}" if not oldest else f"{newest - oldest} to {newest}"
             raise RuntimeError(f"samples of versions {sorted(map(str, versions))}, version {expected} of the weights was expected")
         if not rollouts.groups:
             what = "the reward" if self.given.environment is None else "the environment"

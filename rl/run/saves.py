@@ -37,8 +37,13 @@ class Saves:
             head, mode = isinstance(given.method, EvaluatesRows) and given.method.keeps_value_head, loop.best_is(best)
             given.keeper.best(given.models.policy, given.first_step + done, given.name, best, row[best], mode=mode, value_head=head)
         # after the best weights: a run that goes on from here has them
-        if loop.save_every and done % loop.save_every == 0 and done < loop.steps:
+        if done < loop.steps and self.is_due(done):
             self.save(done)
+
+    def is_due(self, done: int) -> bool:
+        """Whether there is a checkpoint after `done` batches; there is one at the end, whatever was asked for."""
+        loop = self.given.loop
+        return done == loop.steps or bool(loop.save_every and done % loop.save_every == 0)
 
     def save(self, done: int, *, last: bool = False) -> Path:
         """A resumable checkpoint: the learner's state, and where this loop stands."""

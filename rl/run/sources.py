@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.data import Mixture, NoSplit, ProblemSet, Streamed, joined, load_problems, tells_splits
+from rl.data import FaultyRows, Mixture, NoSplit, ProblemSet, Streamed, joined, load_problems, tells_splits
 from rl.errors import UserError
 from rl.methods import RolloutDataSettings
 from rl.settings import DataSettings, PreferenceDataSettings
@@ -35,9 +35,22 @@ def training_problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, P
     """Training and held-out problems of all data sets."""
     if data.stream and data.more_datasets:
         raise UserError("stream reads one data set (a folder of several files is one): leave out more_datasets, or stream")
-    parts = [_of_one(source, held_out and (i == 0 or data.eval_dataset is None)) for i, source in enumerate(_sources(data))]
+    parts: list[tuple[ProblemSet, ProblemSet | None]] = []
+    more: list[ProblemSet] = []
+    faults: list[FaultyRows] = []  # of all data sets, to be told together
+    for i, source in enumerate(_sources(data)):
+        try:
+            parts.append(_of_one(source, held_out and (i == 0 or data.eval_dataset is None)))
+        except FaultyRows as error:
+            faults.append(error)
+    try:
+        more = _more_held_out(data) if held_out else []
+    except FaultyRows as error:
+        faults.append(FaultyRows(error.found, error.good))
+    if faults:
+        raise FaultyRows.of_all(faults)
     sets = [train for train, _ in parts]
-    tests = [test for _, test in parts if test is not None] + (_more_held_out(data) if held_out else [])
+    tests = [test for _, test in parts if test is not None] + more
     mixed = Mixture(sets, data.dataset_weights) if data.dataset_weights else joined(sets)
     return mixed, joined(tests) if tests else None
 
@@ -50,7 +63,15 @@ def _sources(data: DataSettings) -> list[DataSettings]:
 
 
 def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
-    train = load_problems(data.dataset, split="train", limit=data.train_limit, stream=data.stream, **_columns(data))
+    try:
+        train = load_problems(data.dataset, split="train", limit=data.train_limit, stream=data.stream, **_columns(data))
+    except FaultyRows as error:
+        if held_out and data.eval_dataset is not None:  # in the same breath
+            try:
+                _named(data)
+            except FaultyRows as more:
+                raise FaultyRows.of_all([error, FaultyRows(more.found, more.good)]) from more
+        raise
     if not held_out:
         return train, None
     if data.eval_dataset is None and _one_piece(data):

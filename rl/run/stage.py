@@ -138,7 +138,7 @@ class Stage:
 
     def check(self, rollouts: Rollouts, sampler: SamplingClient) -> None:
         """Ends the run where every reward failed, or samples are of other weights (see Samples.check)."""
-        self.samples.check(rollouts, sampler)
+        self.samples.check(rollouts, sampler.version)
 
     def next_sampler(self, old: SamplingClient | None, fresh: SamplingClient | None = None) -> SamplingClient:
         """The new weights, in the old sampler's place; `fresh`: where they are there already."""

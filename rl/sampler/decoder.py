@@ -39,6 +39,10 @@ class Decoder(abc.ABC):
         Errors: an unknown name, a wrong shape, a different value for a frozen weight that forks share.
         """
 
+    def held_in(self, name: str) -> torch.dtype | None:
+        """The dtype that a parameter has here, by the model's own name; None where it has none of that name."""
+        return None
+
     @abc.abstractmethod
     def fork(self) -> Self:
         """A decoder for another version of the weights: frozen ones are shared, trainable ones copied."""
@@ -52,6 +56,10 @@ class Decoder(abc.ABC):
         self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader], images: Sequence[Sequence[PlacedImage]] = ()
     ) -> None:
         """Show the logits of every position of each prompt to its reader; nothing is kept. `images`: of each prompt, where any has some."""
+
+    def agreed(self, drawn: Tensor) -> Tensor:
+        """What was drawn from its logits; where several ranks hold the decoder, what the first of them drew, on all."""
+        return drawn
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         """Raises UserError for images that this decoder cannot read."""

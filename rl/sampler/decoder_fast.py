@@ -18,6 +18,7 @@ from rl.sampler.cache_fast import FastState
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.forward_fast import Architecture, FastForward, LayerSpec
 from rl.sampler.projections import Embedding, Projection
+from rl.sampler.split import Team, check_splits
 from rl.sampler.weights import Builder, Unsupported, unwrap
 from rl.types import PlacedImage
 
@@ -30,16 +31,25 @@ class FastDecoder(FastForward, Decoder):
 
     @classmethod
     def from_model(
-        cls, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None, base: FastDecoder | None = None
+        cls,
+        model: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        base: FastDecoder | None = None,
+        team: Team | None = None,
     ) -> FastDecoder:
         """Copy the weights of a HF model. Raises `Unsupported` with the reason if it is not one this decoder was proved for.
 
         `base`: a decoder of the bare model that the model's adapters stand on; what is the same there is shared and not copied.
+        `team`: ranks that hold it together, all of which call this; UserError for a model that they cannot share evenly.
         """
         plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
         check_supported(plain)
+        if team is not None:
+            check_splits(plain.config, team)
         embedding = unwrap(plain.model.embed_tokens).base.weight
-        builder = Builder(model, dtype or embedding.dtype, device or embedding.device, None if base is None else base.weights)
+        under = None if base is None else base.weights
+        builder = Builder(model, dtype or embedding.dtype, device or embedding.device, under, team)
         with torch.no_grad():
             decoder = cls(_read_architecture(plain, builder), builder.weights)
         if base is not None and base.weights.buffers.keys() <= decoder.weights.shared:
@@ -50,6 +60,9 @@ class FastDecoder(FastForward, Decoder):
     def load_(self, named_tensors: NamedTensors) -> None:
         with torch.no_grad():
             self.weights.load_(named_tensors)
+
+    def held_in(self, name: str) -> torch.dtype | None:
+        return self.weights.view(name).dtype if name in self.weights.pieces else None
 
     def fork(self) -> FastDecoder:
         with torch.no_grad():
@@ -103,12 +116,13 @@ def check_supported(base: Any) -> None:
 def _read_architecture(base: Any, builder: Builder) -> Architecture:
     """Copy every weight into the builder's buffers and note where it went."""
     config, embedding = base.config, unwrap(base.model.embed_tokens)
-    embed = builder.tensor("embed", embedding.base.weight)
+    embed = builder.tensor("embed", embedding.base.weight, 0)
     adapter = None
     if embedding.lora_a is not None and embedding.lora_b is not None:
-        a_key, b_key = builder.adapter("embed.lora_a", embedding.lora_a), builder.adapter("embed.lora_b", embedding.lora_b)
+        a_key, b_key = builder.adapter("embed.lora_a", embedding.lora_a, 1), builder.adapter("embed.lora_b", embedding.lora_b)
         adapter = (a_key, b_key, embedding.scale)
     first = base.model.layers[0].self_attn
+    ranks = 1 if builder.team is None else builder.team.size
     tied = unwrap(base.lm_head).base.weight is embedding.base.weight
     return Architecture(
         layers=tuple(_read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)),
@@ -116,8 +130,8 @@ def _read_architecture(base: Any, builder: Builder) -> Architecture:
         embed_adapter=adapter,
         norm=builder.tensor("norm", base.model.norm.weight),
         head=builder.projection("head", [base.lm_head], tied_to=embed if tied else None),
-        heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
+        heads=config.num_attention_heads // ranks,
+        key_heads=config.num_key_value_heads // ranks,
         head_width=first.head_dim,
         eps=config.rms_norm_eps,
         inv_freq=base.model.rotary_emb.inv_freq.detach().float().cpu(),
@@ -132,9 +146,9 @@ def _read_layer(key: str, layer: Any, builder: Builder) -> LayerSpec:
     normed = type(layer).__name__ == "Qwen3DecoderLayer"
     return LayerSpec(
         qkv=builder.projection(f"{key}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=builder.projection(f"{key}.out", [attention.o_proj]),
+        out=builder.projection(f"{key}.out", [attention.o_proj], inputs=True),
         gate_up=builder.projection(f"{key}.gate_up", [mlp.gate_proj, mlp.up_proj]),
-        down=builder.projection(f"{key}.down", [mlp.down_proj]),
+        down=builder.projection(f"{key}.down", [mlp.down_proj], inputs=True),
         norm_in=builder.tensor(f"{key}.norm_in", layer.input_layernorm.weight),
         norm_mlp=builder.tensor(f"{key}.norm_mlp", layer.post_attention_layernorm.weight),
         norm_qk=builder.tensors(f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight]) if normed else None,

@@ -60,6 +60,12 @@ class HFDecoder(HFForward, Decoder):
                 continue
             own.detach().copy_(tensor.detach())
 
+    def held_in(self, name: str) -> torch.dtype | None:
+        try:
+            return self.model.get_parameter(name).dtype
+        except AttributeError:
+            return None
+
     def fork(self) -> HFDecoder:
         frozen = {id(p): p for name, p in self.model.named_parameters() if name not in self.trainable}
         other = HFDecoder.__new__(HFDecoder)

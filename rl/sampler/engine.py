@@ -239,7 +239,7 @@ class Engine(Conversations):
             self._settings = row_settings(*how, vocab=logits_NV.shape[1], device=logits_NV.device)
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
         tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
-        both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # float64 holds every token id exactly
+        both = self.decoder.agreed(torch.stack([tokens.double(), logprobs.double()])).cpu().numpy()  # float64 holds every token id exactly
         chosen, bad = both[0].astype(np.int64), np.isnan(both[1])
         if bad.any():
             self._no_numbers(chosen, bad)

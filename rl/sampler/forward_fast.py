@@ -45,7 +45,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What does not change between versions of the weights."""
+    """What does not change between versions of the weights. `heads`, `key_heads`: of this rank, where a team holds the decoder."""
 
     layers: tuple[LayerSpec, ...]
     embed: str
@@ -84,11 +84,13 @@ class FastForward:
         self.vocab_size, self.max_positions = architecture.vocab_size, architecture.max_positions
         buffers = weights.buffers
         embed_VE, adapter = buffers[architecture.embed], architecture.embed_adapter
-        self.embed = Embedding(embed_VE, None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2]))
+        self.team = weights.team
+        low = None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2])
+        self.embed = Embedding(embed_VE, low, architecture.vocab_size, self.team)
         self.device, self.dtype = embed_VE.device, embed_VE.dtype
         self.layers = [Layer(spec, buffers) for spec in architecture.layers]
         self.norm_E = buffers[architecture.norm]
-        self.head = HeadProjection(architecture.head, buffers)
+        self.head = HeadProjection(architecture.head, buffers, architecture.vocab_size, self.team)
         kinds = [0] * architecture.heads + [1] * architecture.key_heads
         self._head_kind = torch.tensor(kinds, device=self.device)
         self._rope = torch.empty(2, 0, architecture.head_width)
@@ -123,9 +125,9 @@ class FastForward:
             if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
                 qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
-            x = layer.out(attend(i, q, k, v), whose).add_(x)
+            x = self._together(layer.out(attend(i, q, k, v), whose)).add_(x)
             gate, up = layer.gate_up(self.rms(x, layer.norm_mlp), whose).chunk(2, dim=-1)
-            x = layer.down(F.silu(gate).mul_(up), whose).add_(x)
+            x = self._together(layer.down(F.silu(gate).mul_(up), whose)).add_(x)
         return self.rms(x, self.norm_E)
 
     def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None) -> Tensor:
@@ -134,10 +136,18 @@ class FastForward:
         x = self.embed(ids_N, whose)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps), whose)
-            x = layer.out(attend(i, qkv, layer.norm_qk), whose).add_(x)
+            x = self._together(layer.out(attend(i, qkv, layer.norm_qk), whose)).add_(x)
             gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), whose)
-            x = layer.down(kernels.silu_mul(gate_up), whose).add_(x)
+            x = self._together(layer.down(kernels.silu_mul(gate_up), whose)).add_(x)
         return kernels.rms_norm(x, self.norm_E, eps)
+
+    def _together(self, part: Tensor) -> Tensor:
+        """What all ranks that hold the decoder have computed, from this one's part of it."""
+        return part if self.team is None else self.team.sum_(part)
+
+    def agreed(self, drawn: Tensor) -> Tensor:
+        """See `Decoder.agreed`."""
+        return drawn if self.team is None else self.team.first_(drawn)
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.eps)

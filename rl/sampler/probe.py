@@ -172,7 +172,7 @@ def _bound(dtype: torch.dtype, alone: Sequence[Tensor]) -> float:
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest, infinite where something is not finite."""
-    worst = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    worst = max(float((one.to(other.device) - other).abs().max()) for one, other in zip(found, expected, strict=True))
     return worst if np.isfinite(worst) else float("inf")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rl.sampler.precision import linear_fp32
+from rl.sampler.split import Team, joined, span
 
 # Which rows (the first dimension) are of which adapter, each by its number; None in the place of rows: all of them.
 Whose = Sequence[tuple[int, Tensor | None]]
@@ -96,9 +97,21 @@ class Projection:
 
 
 class HeadProjection(Projection):
-    """The output head: logits in float32 also where weights and hidden states are half precision, as a learner's are."""
+    """The output head: logits in float32 also where weights and hidden states are half precision, as a learner's are.
 
-    __slots__ = ()
+    `team`: whose ranks each have some rows of the vocabulary, and all get the logits of all.
+    """
+
+    __slots__ = ("outputs", "team", "words")
+
+    def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor], words: int = 0, team: Team | None = None):
+        """`words`: of the vocabulary, where a team holds it."""
+        super().__init__(spec, buffers)
+        self.team, self.words, self.outputs = team, words, words
+
+    def __call__(self, x: Tensor, whose: Whose | None = None) -> Tensor:
+        y = super().__call__(x, whose)
+        return y if self.team is None else joined(self.team, y, self.words)[..., : self.outputs]
 
     def _product(self, x: Tensor) -> Tensor:
         return linear_fp32(x, self.weight, self.bias)
@@ -106,21 +119,37 @@ class HeadProjection(Projection):
     def first(self, outputs: int) -> HeadProjection:
         """The first outputs alone, of the same weights."""
         other = copy.copy(self)
+        if self.team is not None:
+            other.outputs = outputs
+            return other
         other.weight, other.bias = self.weight[:outputs], None if self.bias is None else self.bias[:outputs]
         other.adapter = None if self.adapter is None else self.adapter.first(outputs)
         return other
 
 
 class Embedding:
-    """Tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as `Projection` has them."""
+    """Tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as `Projection` has them.
 
-    __slots__ = ("adapter", "others", "weight_VE")
+    `team`: whose ranks each have the vectors of some of the `words`, and all get those that are asked for.
+    """
 
-    def __init__(self, weight_VE: Tensor, adapter: tuple[Tensor, Tensor, float] | None):
-        self.weight_VE, self.adapter = weight_VE, adapter
+    __slots__ = ("adapter", "others", "team", "weight_VE", "words")
+
+    def __init__(
+        self, weight_VE: Tensor, adapter: tuple[Tensor, Tensor, float] | None, words: int = 0, team: Team | None = None
+    ):
+        self.weight_VE, self.adapter, self.words, self.team = weight_VE, adapter, words, team
         self.others: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def __call__(self, ids: Tensor, whose: Whose | None = None) -> Tensor:
+        if self.team is None:
+            return self._vectors(ids, whose)
+        first, last = span(self.words, self.team)
+        elsewhere = (ids < first) | (ids >= last)
+        own = self._vectors((ids - first).masked_fill(elsewhere, 0), whose)
+        return self.team.sum_(own.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def _vectors(self, ids: Tensor, whose: Whose | None) -> Tensor:
         x = F.embedding(ids, self.weight_VE)
         if self.adapter is not None:
             x = x + _low_vectors(ids, self.adapter).to(x.dtype)

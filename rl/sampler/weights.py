@@ -1,13 +1,14 @@
 """A decoder's own weights: fused buffers of which every model parameter is a slice, found by the model's own names.
 
 Matrices that read the same input (q, k and v; gate and up; the A matrices of their adapters) lie one below the other in one
-buffer, so that one matmul serves them. Shapes: I inputs, O outputs, R ranks.
+buffer, so that one matmul serves them. Where ranks hold a decoder together, each has its part of a parameter (rl.sampler.split) and
+takes it from the whole one, which is given one at a time. Shapes: I inputs, O outputs, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,22 +16,38 @@ from torch import Tensor, nn
 
 from rl.sampler.decoder import NamedTensors
 from rl.sampler.projections import Adapter, ProjectionSpec
+from rl.sampler.split import WHOLE, Cut, Team, cut, once
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter's rows in a buffer."""
+    """A parameter's rows in a buffer: what `cut` leaves of the `whole` shape."""
 
     buffer: str
     start: int
     length: int
     trainable: bool
+    whole: torch.Size
+    cut: Cut = WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter with all its names, and what of it goes into a buffer."""
+
+    names: Sequence[str]
+    parameter: Tensor
+    cut: Cut = WHOLE
 
 
 class Weights:
-    """Buffers by key, parameters by name. Buffers with a trainable piece are copied by a fork, the others shared."""
+    """Buffers by key, parameters by name. Buffers with a trainable piece are copied by a fork, the others shared.
 
-    def __init__(self) -> None:
+    `team`: the ranks that hold them together, each its part; None: all are here.
+    """
+
+    def __init__(self, team: Team | None = None) -> None:
+        self.team = team
         self.buffers: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
         self.shared: set[str] = set()
@@ -38,35 +55,39 @@ class Weights:
     def add(
         self,
         key: str,
-        parts: Sequence[tuple[Sequence[str], Tensor]],
+        parts: Sequence[Part],
         dtype: torch.dtype,
         device: torch.device,
         base: Weights | None = None,
     ) -> None:
-        """Stack parameters, each given with all its names, along their first dimension into the buffer `key`.
+        """Stack what is held of parameters along their first dimension into the buffer `key`.
 
         It is the buffer of `base`, shared, where that holds the same numbers under this key and none of them is trained.
         """
-        rows, start, trained = sum(len(parameter) for _, parameter in parts), 0, any(parameter.requires_grad for _, parameter in parts)
-        for names, parameter in parts:
-            for name in names:
-                self.pieces[name] = Piece(key, start, len(parameter), parameter.requires_grad)
-            start += len(parameter)
+        start, trained = 0, any(part.parameter.requires_grad for part in parts)
+        for part in parts:
+            whole, length = part.parameter, part.cut.rows(part.parameter)
+            for name in part.names:
+                self.pieces[name] = Piece(key, start, length, whole.requires_grad, whole.shape, part.cut)
+            start += length
+        own = [part.cut.of(part.parameter.detach()) for part in parts]
         shared = None if base is None or trained else base.buffers.get(key)
-        if shared is not None and len(shared) == rows and all(same(self._of(shared, names[0]), parameter) for names, parameter in parts):
+        if shared is not None and len(shared) == start and all(
+            same(self._of(shared, part.names[0]), one) for part, one in zip(parts, own, strict=True)
+        ):
             self.buffers[key] = shared
             self.shared.add(key)
             return
-        self.buffers[key] = torch.empty(rows, *parts[0][1].shape[1:], dtype=dtype, device=device)
-        for names, parameter in parts:
-            self.view(names[0]).copy_(parameter.detach())
+        self.buffers[key] = torch.empty(start, *own[0].shape[1:], dtype=dtype, device=device)
+        for part, one in zip(parts, own, strict=True):
+            self.view(part.names[0]).copy_(one)
 
     def _of(self, buffer: Tensor, name: str) -> Tensor:
         piece = self.pieces[name]
         return buffer[piece.start : piece.start + piece.length]
 
     def view(self, name: str) -> Tensor:
-        """The parameter of this name, a view of its buffer."""
+        """What is held of the parameter of this name, a view of its buffer."""
         return self._of(self.buffers[self.pieces[name].buffer], name)
 
     def load_(self, named_tensors: NamedTensors) -> None:
@@ -75,18 +96,19 @@ class Weights:
             if name not in self.pieces:
                 known = sorted(self.pieces)
                 raise ValueError(f"no parameter {name!r} among the decoder's {len(known)}, such as {known[0]!r}, {known[-1]!r}")
-            own = self.view(name)
-            if own.shape != tensor.shape:
-                raise ValueError(f"{name} has shape {tuple(own.shape)} in the decoder, got {tuple(tensor.shape)}")
-            if self.pieces[name].buffer in self.shared:
-                refuse_change_of_shared(name, own, tensor)
+            own, piece = self.view(name), self.pieces[name]
+            if piece.whole != tensor.shape:
+                raise ValueError(f"{name} has shape {tuple(piece.whole)} in the decoder, got {tuple(tensor.shape)}")
+            given = piece.cut.of(tensor.detach())
+            if piece.buffer in self.shared:
+                refuse_change_of_shared(name, own, given)
             else:
-                own.copy_(tensor.detach())
+                own.copy_(given)
 
     def fork(self) -> Weights:
         """A second set: buffers with a trainable piece copied, the others shared by both from now on."""
         trained = {piece.buffer for piece in self.pieces.values() if piece.trainable}
-        other = Weights()
+        other = Weights(self.team)
         other.pieces = self.pieces
         other.buffers = {key: buffer.clone() if key in trained else buffer for key, buffer in self.buffers.items()}
         self.shared = other.shared = set(self.buffers) - trained
@@ -152,55 +174,66 @@ class Unsupported(Exception):
 class Builder:
     """Adds a model's modules to `Weights` under the names that its parameters have."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, base: Weights | None = None):
-        """`base`: whose buffers are taken rather than filled, where they hold what the model's do."""
-        self.weights, self.base = Weights(), base
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, device: torch.device, base: Weights | None = None, team: Team | None = None
+    ):
+        """`base`: whose buffers are taken rather than filled, where they hold what the model's do. `team`: see `Weights`."""
+        self.weights, self.base, self.team = Weights(team), base, team
         self.dtype, self.device = dtype, device
         self.names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
 
-    def _named(self, parameters: Iterable[Tensor]) -> list[tuple[list[str], Tensor]]:
-        return [(self.names[id(parameter)], parameter) for parameter in parameters]
+    def _named(self, parameters: Iterable[Tensor], dim: int | None = None) -> list[Part]:
+        """With all their names; `dim`: along which they are cut."""
+        cuts = ((p, WHOLE if dim is None else cut(p.shape[dim], dim, self.team)) for p in parameters)
+        return [Part(self.names[id(parameter)], parameter, own) for parameter, own in cuts]
 
-    def tensor(self, key: str, parameter: Tensor) -> str:
-        """One parameter by itself (a norm's weight, an embedding)."""
-        return self.tensors(key, [parameter])
+    def tensor(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
+        """One parameter by itself (a norm's weight, an embedding). `dim`: along which a team cuts it (None: whole on every rank)."""
+        self.weights.add(key, self._named([parameter], dim), self.dtype, self.device, self.base)
+        return key
 
     def tensors(self, key: str, parameters: Sequence[Tensor]) -> str:
         """Several parameters, one below the other."""
         self.weights.add(key, self._named(parameters), self.dtype, self.device, self.base)
         return key
 
-    def adapter(self, key: str, parameter: Tensor) -> str:
-        """An adapter's matrix, in its own dtype."""
-        self.weights.add(key, self._named([parameter]), parameter.dtype, self.device)
+    def adapter(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
+        """An adapter's matrix, in its own dtype. `dim`: see `tensor`."""
+        self.weights.add(key, self._named([parameter], dim), parameter.dtype, self.device)
         return key
 
-    def projection(self, key: str, modules: Sequence[nn.Module], tied_to: str | None = None) -> ProjectionSpec:
-        """Linear layers that read the same input, fused; `tied_to` names the buffer of a weight that is already there."""
+    def projection(self, key: str, modules: Sequence[nn.Module], tied_to: str | None = None, *, inputs: bool = False) -> ProjectionSpec:
+        """Linear layers that read the same input, fused; `tied_to` names the buffer of a weight that is already there.
+
+        A team cuts their outputs; `inputs`: their inputs, and what each rank computes is its part of a sum.
+        """
         parts = [unwrap(module) for module in modules]
         weight, bias, lora_a = tied_to or f"{key}.weight", None, None
         if tied_to is None:
-            self.weights.add(weight, self._named(part.base.weight for part in parts), self.dtype, self.device, self.base)
+            self.weights.add(weight, self._named((part.base.weight for part in parts), int(inputs)), self.dtype, self.device, self.base)
         biased = [part.base.bias for part in parts if part.base.bias is not None]
         if biased:
             if len(biased) < len(parts):
                 raise Unsupported(f"a bias on some of {key} alone")
             bias = f"{key}.bias"
-            self.weights.add(bias, self._named(biased), self.dtype, self.device, self.base)
+            named = self._named(biased, None if inputs else 0)
+            own = [replace(part, cut=once(self.team)) for part in named] if inputs else named
+            self.weights.add(bias, own, self.dtype, self.device, self.base)
         adapters, first_rank, first_column = [], 0, 0
         for i, part in enumerate(parts):
-            columns = slice(first_column, first_column + part.base.out_features)
+            outputs = WHOLE if inputs else cut(part.base.out_features, 0, self.team)
+            columns = slice(first_column, first_column + outputs.rows(part.base.weight))
             first_column = columns.stop
             if part.lora_a is None or part.lora_b is None:
                 continue
             ranks = slice(first_rank, first_rank + len(part.lora_a))
             first_rank = ranks.stop
             b_key = f"{key}.lora_b.{i}"
-            adapters.append(Adapter(self.adapter(b_key, part.lora_b), part.scale, columns, ranks))
+            adapters.append(Adapter(self.adapter(b_key, part.lora_b, None if inputs else 0), part.scale, columns, ranks))
         matrices = [part.lora_a for part in parts if part.lora_a is not None]
         if matrices:
             lora_a = f"{key}.lora_a"
-            self.weights.add(lora_a, self._named(matrices), matrices[0].dtype, self.device)
+            self.weights.add(lora_a, self._named(matrices, 1 if inputs else None), matrices[0].dtype, self.device)
         return ProjectionSpec(weight, bias, lora_a, tuple(adapters))

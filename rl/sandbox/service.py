@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import secrets
 import time
@@ -61,7 +62,8 @@ class Service:
         """Raises Lost where the service does not answer as it should."""
         if language not in _LANGUAGES:
             raise UserError(f"language {language!r} is unknown: one of {', '.join(_LANGUAGES)}")
-        asked = {"code": program, "language": _LANGUAGES[language], "stdin": stdin, "files": dict(files), "run_timeout": limits.wall_s,
+        coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+        asked = {"code": program, "language": _LANGUAGES[language], "stdin": stdin, "files": coded, "run_timeout": limits.wall_s,
                  "memory_limit_MB": limits.memory_mb}  # fmt: skip
         request = urllib.request.Request(f"{self.url}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"})
         start = time.monotonic()

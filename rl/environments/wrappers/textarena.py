@@ -55,6 +55,8 @@ class TextArena(Environment):
     """Begin with the game's own explanation; without it a model that knows the game is told what happens alone."""
     brackets: bool = False
     """Put brackets around an answer that has none, as many games want their moves."""
+    wins_only: bool = False
+    """1 for a game won and 0 for any other, instead of the game's own reward, which may pay a lost one nearly as well for coming near."""
     config: str = "{}"
     """The game's own settings as JSON: {"max_number": 8}."""
 
@@ -135,12 +137,14 @@ class TextArena(Environment):
         rewards, info = self.made.close()
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         acted = self.acts  # whose answer was the last: the game itself may have gone on to another player
-        own = earned.get(acted, 0.0)
-        metrics = {"won": float(own >= 1.0), "invalid_move": float(bool((info or {}).get(acted, {}).get("invalid_move")))}
+        won = {player: float(reward >= 1.0) for player, reward in earned.items()}
+        paid = won if self.wins_only else earned
+        metrics = {"won": won.get(acted, 0.0), "invalid_move": float(bool((info or {}).get(acted, {}).get("invalid_move")))}
         turns = plain_number((info or {}).get(acted, {}).get("turn_count"))
         metrics |= {} if turns is None else {"moves": turns}
-        others = {player: reward for player, reward in earned.items() if player != acted and self.mine is None}
-        return Turn(reward=own, done=True, metrics=metrics, rewards=others, logs={"rewards": {str(k): v for k, v in earned.items()}})
+        others = {player: reward for player, reward in paid.items() if player != acted and self.mine is None}
+        logs = {"rewards": {str(player): reward for player, reward in earned.items()}}
+        return Turn(reward=paid.get(acted, 0.0), done=True, metrics=metrics, rewards=others, logs=logs)
 
     def close(self) -> None:
         """Nothing is held: textarena's own close gives the rewards."""

@@ -1,0 +1,74 @@
+"""Episodes of a wrapped environment whose answers are written down, and cases that are counted: what bench/wrapper_checks.py stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rl.environments import EnvironmentGroup, Limits, resolve_environment
+from rl.episodes import Rollouts, rollout
+from rl.models import load_model
+from rl.renderers import Renderer, get_renderer
+from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
+
+Found = tuple[int, int, list[str]]
+
+
+def renderer() -> Renderer:
+    return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
+
+
+class Scripted:
+    """A sampler whose answer is a function of the prompt's text, with the end mark that the renderer reads."""
+
+    info = {"max_context": None}
+
+    def __init__(self, render: Renderer, says: Callable[[str], str]):
+        self.render, self.says = render, says
+
+    def sample_many(self, requests: Sequence[Any]) -> Any:
+        responses = []
+        for request in requests:
+            text = self.says(self.render.tokenizer.decode(list(request.prompt)))
+            tokens = [*self.render.encode(text), *sorted(self.render.ends)[:1]]
+            one = SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)
+            responses.append(SampleResponse([one] * request.num_samples))
+        return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
+
+
+def played(spec: Any, says: Callable[[str], str], *, rows: Sequence[dict] = ({},), group: int = 1, seconds: float = 30.0) -> Rollouts:
+    """Episodes of an environment through the rollout."""
+    render = renderer()
+    metas = [{k: v for k, v in row.items() if k != "messages"} for row in rows]
+    problems = [Problem(row.get("messages", ()), meta, index=i) for i, (row, meta) in enumerate(zip(rows, metas, strict=True))]
+    groups = [EnvironmentGroup(spec, problem, group, render, limits=Limits(turns=40, seconds=seconds)) for problem in problems]
+    return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)
+
+
+def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
+    """Runs each case; what is false or raises is named."""
+    bad = []
+    for name, case in cases:
+        try:
+            if not case():
+                bad.append(f"{name}: does not hold")
+        except Exception as error:
+            bad.append(f"{name}: {type(error).__name__}: {str(error)[:100]}")
+    return len(cases) - len(bad), len(cases), bad
+
+
+def refused(name: str, text: str, **settings: Any) -> bool:
+    """Whether making it fails, with that text."""
+    try:
+        resolve_environment(name, **settings).make()
+    except ValueError as error:
+        return text in str(error)
+    return False
+
+
+def costs_episode(name: str, **settings: Any) -> bool:
+    """Whether an environment that cannot answer costs its episode, and no more."""
+    row = {"messages": [{"role": "user", "content": "?"}], "answer": "x"}
+    found = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
+    return not found.groups and len(found.errors) == 1

@@ -1,0 +1,112 @@
+"""What two processes draw, learn and hand over where they hold the sampler together, beside two that hold all of it each.
+
+    accelerate launch --config_file ... tests/teams_case.py MODELS OUT
+
+One service after the other in the same processes, with the same seeds: what the first learns the second learns as well. MODELS: folders
+to begin from. OUT/found.json: by "alone" and "together", and "a sum left out".
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from roles_case import PROMPTS, datums, drawn
+
+from rl import ServiceClient
+from rl.clients import SamplerSettings, SampleStream, WorkerSettings, crew, prove
+from rl.clients.worker import Worker
+from rl.errors import UserError
+from rl.ranks import distributed
+from rl.sampler import Request
+from rl.types import AdamParams, ModelInput, SamplingParams
+
+CASES = {"qwen3": 0, "qwen2": 4, "llama": 4}  # rank of the adapter; 0: all weights are trained
+
+
+class CaseWorker(Worker):
+    """With verbs that look inside, and one that breaks what is between the ranks."""
+
+    def held(self, model_id: int) -> dict:
+        """Numbers that this rank's sampler holds, in all and in the largest buffer."""
+        sizes = [buffer.numel() for buffer in self.latest[model_id].weights.buffers.values()]  # type: ignore[attr-defined]
+        return {"numbers": sum(sizes)}
+
+    def leave_sums_out(self) -> None:
+        distributed.Team.sum_ = lambda self, x: x  # type: ignore[method-assign]
+
+    def merge(self, verb, parts):
+        return [part["numbers"] for part in parts] if verb == "held" else super().merge(verb, parts)
+
+
+def streamed(client) -> list:
+    """A stream that others join, one of a conversation: what each ticket draws."""
+    params = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
+    with SampleStream(client) as stream:
+        found: dict = {}
+        tickets = []
+        for i, prompt in enumerate(PROMPTS):
+            tickets.append(stream.add(Request(prompt=prompt, num_samples=2, params=params, seed=4, problem=i)))
+            found |= stream.slice(2, shows=True).finished
+        left = stream.unfinished()
+        assert set(left) == set(tickets) - set(found)
+        while stream.busy:
+            found |= stream.slice().finished
+        return [[s.tokens, s.logprobs, s.version] for ticket in tickets for s in found[ticket].sequences]
+
+
+def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
+    """Two steps from that model, and every way in which weights come to a sampler."""
+    found: dict = {}
+    made = service.create_lora_training_client(str(folder), rank=lora, seed=2) if lora else service.create_full_training_client(str(folder))
+    first = sampler = made.save_weights_and_get_sampling_client()
+    for step in range(2):
+        found[f"drawn {step}"] = drawn(sampler, step)
+        made.forward_backward(datums(found[f"drawn {step}"]), "importance_sampling", divisor=12.0)
+        made.optim_step(AdamParams(learning_rate=3e-2))
+        sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
+    found["by the last weights"] = drawn(sampler, 9)
+    found["by the first weights"] = drawn(first, 9)
+    found["of a stream"] = streamed(sampler)
+    found["of the folder"] = drawn(service.create_sampling_client(made.save_weights_for_sampler("saved").result().path), 9)
+    if lora:
+        whole = made.save_weights_for_sampler("whole", merged=True).result().path
+        found["of the merged folder"] = drawn(service.create_sampling_client(whole), 9)
+        found["of the base"] = drawn(made.get_base_sampling_client(), 9)
+    found["scores"] = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
+    outputs = made.forward(datums(found["by the last weights"]), "importance_sampling").result().loss_fn_outputs
+    found["learner"] = [output["logprobs"].tolist() for output in outputs]
+    seen = prove(made, sampler, datums(found["by the last weights"])[:4], 1.0)
+    found["proved"] = max(float(abs(seen.learner_moved[i] - seen.sampler_moved[i]).max()) for i in seen.learner_moved)
+    found["moved"] = max(float(abs(seen.sampler[i] - seen.sampler_moved[i]).max()) for i in seen.sampler)
+    found["held"] = service._driver.submit("held", made.model_id).result()
+    found["parameters"] = made.info["parameters"]
+    return found
+
+
+def main(models: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    crew.Worker = CaseWorker  # type: ignore[misc]
+    result: dict = {}
+    kept = None
+    for name, tp in (("alone", 1), ("together", 2)):
+        settings = WorkerSettings(timeout_seconds=60, dtype="fp32", sampler=SamplerSettings(tp=tp))
+        service = ServiceClient(output_dir=out / name, seed=3, settings=settings)
+        result[name] = {case: flow(service, models / case, lora) for case, lora in CASES.items()}
+        print(name, flush=True)  # where a launch that hangs was
+        kept = kept or service  # the ranks stay
+    service._driver.submit("leave_sums_out").result()
+    made = service.create_full_training_client(str(models / "qwen3"))
+    try:
+        result["a sum left out"] = drawn(made.save_weights_and_get_sampling_client(), 0)
+    except UserError as error:
+        result["a sum left out"] = str(error)
+    (out / "found.json").write_text(json.dumps(result))
+    service.close()
+    kept.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

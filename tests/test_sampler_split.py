@@ -1,0 +1,279 @@
+"""A decoder that several ranks hold together, each its part: samples are those of one rank that holds all of it.
+
+The ranks are threads here; test_sampler_teams.py has processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sampler_models import VOCAB, add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+
+from rl.errors import UserError
+from rl.sampler import Engine, MixedDecoder, MixedEngine, PagedEngine, Request, make_base, make_decoder, score
+from rl.sampler.decoder_fast import FastDecoder
+from rl.types import SamplingParams
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, two query heads a key head": ("llama", {}),
+    "llama, a bias on every matrix": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2, biases of q, k and v": ("qwen2", {}),
+    "qwen3, norms of queries and keys": ("qwen3", {}),
+    "qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
+    "mistral": ("mistral", {}),
+}
+ADAPTERS = {"every layer": [*ALL], "head and embedding too": [*ALL, "lm_head", "embed_tokens"], "what is summed": ["o_proj", "down_proj"]}
+
+
+class Threads:
+    """A team of threads. `fault`: where the sums over the team are left out, from so many of them on."""
+
+    def __init__(self, rank: int, size: int, meeting: threading.Barrier, table: list[Any], fault: int | None = None):
+        self.rank, self.size, self.meeting, self.table = rank, size, meeting, table
+        self.fault, self.sums = fault, 0
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.table[self.rank] = x.clone()
+        self.meeting.wait(60)
+        found = list(self.table)
+        self.meeting.wait(60)
+        return found
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        total = functools.reduce(torch.add, self._all(x))
+        return x if self.fault is not None and self.sums > self.fault else x.copy_(total)
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return self._all(x)
+
+    def first_(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._all(x)[0])
+
+
+def on_ranks(size: int, run: Callable[[Threads], Any], fault: int | None = None) -> list[Any]:
+    """What `run` gives on each rank of a team; a rank that fails keeps no other waiting."""
+    meeting, table = threading.Barrier(size), [None] * size
+
+    def one(rank: int) -> Any:
+        try:
+            with torch.no_grad():
+                return run(Threads(rank, size, meeting, table, fault))
+        except BaseException:
+            meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return [future.result() for future in futures]
+
+
+def split(model: torch.nn.Module, team: Threads, **settings: Any) -> FastDecoder:
+    decoder = make_decoder(copy.deepcopy(model), kind="fast", team=team, **settings)
+    assert isinstance(decoder, FastDecoder)
+    return decoder
+
+
+def drawn(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) -> list[Any]:
+    """Groups on prompts of several lengths, more rows than fit at once, some with logprobs of their prompt."""
+    engine = kind(decoder, eos_token_ids=(3,), max_rows=5, **settings)
+    for i, prompt in enumerate(random_prompts([4, 11, 1, 7])):
+        params = SamplingParams(max_tokens=9, temperature=0.9, top_k=7 if i == 3 else -1)
+        engine.add(Request(prompt=prompt, num_samples=3, params=params, seed=5, problem=i, include_prompt_logprobs=i < 2))
+    return engine.run()
+
+
+def check(found: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        for got, wanted in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=atol)
+        if other.prompt_logprobs is not None:
+            np.testing.assert_allclose(one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=atol)
+
+
+# ------------------------------------------------------------------------------------------------------------- the same samples
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_are_those_of_one_rank_and_of_the_model_itself(family):
+    kind, changes = FAMILIES[family]
+    model = tiny_model(kind, **changes)
+    expected = drawn(make_decoder(model, kind="fast"))
+    found = on_ranks(2, lambda team: drawn(split(model, team)))
+    for rank in found:
+        check(rank, expected)
+    for prompt, response in zip(random_prompts([4, 11, 1]), found[1], strict=False):
+        for sequence in response.sequences:
+            own = reference_logprobs(model, prompt, sequence.tokens, 0.9)
+            np.testing.assert_allclose(sequence.logprobs, own, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_without_the_kernels_of_a_cpu_and_from_pages(size):
+    """float64: the general forward, whose logprobs are float32. 41 words are no whole number a rank."""
+    model = tiny_model("qwen3", num_key_value_heads=4).double()
+    decoder = make_decoder(model, kind="fast")
+    assert isinstance(decoder, FastDecoder) and decoder.cpu_kernels is None
+    expected = drawn(decoder)
+    for rank in on_ranks(size, lambda team: drawn(split(model, team))):
+        check(rank, expected, 2e-6)
+    for rank in on_ranks(size, lambda team: drawn(split(model, team), PagedEngine, page=4, kv_cache_tokens=80)):
+        check(rank, expected, 2e-6)
+
+
+@pytest.mark.parametrize("targets", ADAPTERS)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_adapters_unmerged(kind, targets):
+    model = add_lora(tiny_model(kind, tie_word_embeddings=False), ADAPTERS[targets])
+    expected = drawn(make_decoder(model, kind="fast"))
+    for rank in on_ranks(2, lambda team: drawn(split(model, team))):
+        check(rank, expected)
+    model.disable_adapter_layers()  # the adapter counts: without it the samples are others
+    assert [s.tokens for r in expected for s in r.sequences] != [
+        s.tokens for r in drawn(make_decoder(model.unload(), kind="fast")) for s in r.sequences
+    ]
+
+
+def test_several_adapters_on_one_base_in_one_batch():
+    plain = tiny_model("qwen2", tie_word_embeddings=False)
+    models = []
+    for i, targets in enumerate((ALL, ["o_proj", "lm_head"], ["embed_tokens", "q_proj"])):
+        torch.manual_seed(i)
+        models.append(add_lora(copy.deepcopy(plain), targets, r=2 + i))
+
+    def run(team: Any) -> list[Any]:
+        base = make_base(copy.deepcopy(plain), None, None, team=team)
+        assert isinstance(base, FastDecoder)
+        decoder = MixedDecoder(base)
+        for number, model in enumerate(models):
+            own = make_decoder(copy.deepcopy(model), kind="fast", base=base, team=team)
+            assert own.base is base
+            decoder.put(number, own, 0)
+        engine = MixedEngine(decoder, eos_token_ids=(3,))
+        for i, prompt in enumerate(random_prompts([4, 6, 3, 5])):
+            engine.add(Request(prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=7), seed=1, problem=i, weights=i % 3))
+        return engine.run()
+
+    expected = run(None)
+    for rank in on_ranks(2, run):
+        check(rank, expected)
+
+
+def test_logprobs_of_texts():
+    model, texts = tiny_model("llama"), random_prompts([5, 12, 2])
+    expected = score(make_decoder(model, kind="fast"), texts, 0.7)
+    for found in on_ranks(2, lambda team: score(split(model, team), texts, 0.7)):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.array(one[1:], float), np.array(other[1:], float), atol=1e-5)
+
+
+def test_a_sum_that_is_left_out_is_seen():
+    """As the decoder is made, and in what it draws where it is not tried out."""
+    model = tiny_model("qwen3")
+    with pytest.raises(UserError, match="sampler_tp 2 splits .* does not give the logits"):
+        on_ranks(2, lambda team: split(model, team), fault=3)
+    weights = [(name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False)]
+    expected = drawn(make_decoder(model, kind="fast"))
+    hollow = on_ranks(2, lambda team: drawn(split(model, team, weights=weights)))
+    check(hollow[0], expected)
+    broken = on_ranks(2, lambda team: drawn(split(model, team, weights=weights)), fault=30)
+    with pytest.raises(AssertionError):
+        check(broken[0], expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- what a rank holds
+
+
+def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
+    model = add_lora(tiny_model("qwen2", tie_word_embeddings=False), [*ALL, "lm_head"])
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+                assert "lora" in name
+    expected = drawn(make_decoder(other, kind="fast"))
+    changed = [(name, p.detach()) for name, p in other.named_parameters() if p.requires_grad]
+
+    def run(team: Threads) -> list[Any]:
+        first = split(model, team)
+        second = first.fork()
+        second.load_(changed)
+        assert second.weights.shared and second.weights.buffers["embed"] is first.weights.buffers["embed"]
+        return [drawn(second), drawn(first)]
+
+    before = drawn(make_decoder(model, kind="fast"))
+    for loaded, untouched in on_ranks(2, run):
+        check(loaded, expected)
+        check(untouched, before)
+
+
+def test_a_part_in_the_place_of_the_whole_is_refused():
+    model = tiny_model("llama")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    part = model.get_parameter(name).detach()[:16]
+
+    def run(team: Threads) -> str:
+        with pytest.raises(ValueError) as said:
+            split(model, team).load_([(name, part)])
+        return str(said.value)
+
+    assert set(on_ranks(2, run)) == {f"{name} has shape (32, 32) in the decoder, got (16, 32)"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(tied):
+    """All but the norms, whose bytes are as many on every rank."""
+    model = tiny_model("qwen3", num_key_value_heads=4, tie_word_embeddings=tied)
+
+    def held(decoder: FastDecoder) -> tuple[int, int, int]:
+        state = decoder.new_state(1000)
+        state.reserve(2, 16, 4, 8)
+        norms = sum(b.numel() for key, b in decoder.weights.buffers.items() if "norm" in key)
+        return sum(b.numel() for b in decoder.weights.buffers.values()) - norms, norms, sum(b.numel() for b in state.row_kv)
+
+    whole, norms, cache = held(make_decoder(model, kind="fast"))  # type: ignore[arg-type]
+    assert whole + norms == sum(p.numel() for p in model.parameters())
+    ranks = on_ranks(4, lambda team: held(split(model, team)))
+    assert sum(own for own, *_ in ranks) == whole
+    assert max(own for own, *_ in ranks) <= whole / 4 + 32 * (1 if tied else 2)  # one word more, where 41 are dealt out
+    assert {(n, c * 4) for _, n, c in ranks} == {(norms, cache)}
+
+
+# ------------------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_heads_and_columns_that_cannot_be_dealt_out():
+    model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+    with pytest.raises(UserError, match=r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller ones that do: 1, 2$"):
+        on_ranks(4, lambda team: split(model, team))
+    odd = tiny_model("llama", num_key_value_heads=4, intermediate_size=50)
+    with pytest.raises(UserError, match=r"sampler_tp 4 does not divide this model's 50 MLP columns"):
+        on_ranks(4, lambda team: split(odd, team))
+
+
+@pytest.mark.parametrize("kind", ["auto", "fast", "hf"])
+def test_what_only_the_generic_decoder_samples(kind):
+    model = tiny_model("gpt2")
+    with pytest.raises(UserError, match="sampler_tp 2 splits what the fast decoder samples .* leave sampler_tp at 1"):
+        on_ranks(2, lambda team: make_decoder(copy.deepcopy(model), kind=kind, team=team))
+
+
+def test_the_words_are_all_there():
+    model = tiny_model("llama")
+    decoders = on_ranks(2, lambda team: split(model, team))
+    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21] and decoders[0].vocab_size == VOCAB

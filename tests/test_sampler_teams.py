@@ -1,0 +1,119 @@
+"""Processes that hold the sampler's weights together (`sampler_tp`): two on gloo draw what each would by itself, under DDP and ZeRO-3."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sampler_models import tiny_model
+from test_distributed import REPO, run, sharded
+from teams_case import CASES
+
+from rl.clients import SamplerSettings, ServiceClient, WorkerSettings
+from rl.errors import UserError
+from rl.models.load import load_model
+from rl.ranks import check_team
+
+SAME = ("drawn 0", "drawn 1", "by the last weights", "by the first weights", "of a stream", "of the folder")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A tiny model of each family, with the tokenizer of a preset: GQA, biases, norms of queries and keys, tied heads or not."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = load_model("tiny:addition").tokenizer
+    for kind in CASES:
+        tiny_model(kind).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["ddp", "zero3"])
+def launched(request, models, tmp_path_factory) -> tuple[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp(request.param)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{request.param}.yaml")]
+    launch += ["--num_processes", "2", "--main_process_port", "0"]
+    launch += ["--deepspeed_config_file", str(sharded("zero3", out))] if request.param == "zero3" else []
+    run([*launch, str(REPO / "tests" / "teams_case.py"), str(models), str(out)], out, 280)
+    return request.param, json.loads((out / "found.json").read_text())
+
+
+def same(one: list, other: list) -> None:
+    """Samples [tokens, logprobs, version]: equal tokens, logprobs to 1e-5."""
+    assert [tokens for tokens, *_ in one] == [tokens for tokens, *_ in other]
+    for (_, mine, version), (_, its, other_version) in zip(one, other, strict=True):
+        np.testing.assert_allclose(mine, its, atol=1e-5)
+        assert version == other_version
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_that_hold_it_together_draw_what_each_would_alone(launched, case):
+    _, found = launched
+    alone, together = found["alone"][case], found["together"][case]
+    for name in (*SAME, *(("of the merged folder", "of the base") if CASES[case] else ())):
+        same(together[name], alone[name])
+    assert together["by the last weights"] != together["by the first weights"]
+    for one, other in zip(together["scores"], alone["scores"], strict=True):
+        np.testing.assert_allclose(np.array(one[1:], float), np.array(other[1:], float), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_sampler_agrees_with_the_learner(launched, case):
+    """Of what was drawn, by the weights of the last update, and after weights were moved and handed over once more."""
+    _, found = launched
+    together = found["together"][case]
+    for (tokens, logprobs, _), learner in zip(together["by the last weights"], together["learner"], strict=True):
+        np.testing.assert_allclose(np.array(learner[-len(tokens) :]), np.array(logprobs), atol=5e-2 + 10)
+    assert together["proved"] < 1e-4 < 1e-2 < together["moved"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_each_holds_about_half(launched, case):
+    _, found = launched
+    whole, halves = found["alone"][case]["held"][0], found["together"][case]["held"]
+    assert whole == found["together"][case]["parameters"] and max(halves) < 0.6 * whole <= 0.6 * sum(halves)
+
+
+@pytest.mark.slow
+def test_a_sum_left_out_is_seen(launched):
+    """Under DDP as the sampler is made; under ZeRO-3, where nobody has the whole model to compare with, in the samples."""
+    launch, found = launched
+    if launch == "ddp":
+        assert "does not give the logits" in found["a sum left out"]
+    else:
+        assert [tokens for tokens, *_ in found["a sum left out"]] != [tokens for tokens, *_ in found["alone"]["qwen3"]["drawn 0"]]
+
+
+# ------------------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    "tp, ranks, world, local, said",
+    [
+        (2, 0, None, None, "one was started: start as many, as in `accelerate launch .*--num_processes 2 "),
+        (2, 0, 3, None, "does not divide the 3 processes of a machine: it is one of 1, 3 there"),
+        (4, 0, 12, 6, "does not divide the 6 processes of a machine: it is one of 1, 2, 3, 6 there"),
+        (2, 1, 3, None, "do not go together: ranks that only sample hold all weights each"),
+        (0, 0, 2, None, "sampler_tp"),
+    ],
+)
+def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, said, monkeypatch):
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match=said):
+        check_team(tp, ranks)
+
+
+def test_a_service_says_so_before_anything_is_made(monkeypatch, tmp_path):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="sampler_tp 2 splits the sampler's weights over 2 processes"):
+        ServiceClient(output_dir=tmp_path, settings=WorkerSettings(sampler=SamplerSettings(tp=2)))
