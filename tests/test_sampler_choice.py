@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
@@ -21,6 +23,14 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     assert type(engine) is SteppedEngine and engine.eos_token_ids == (3,)
     with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
         make_engine(make_decoder(tiny_model("gpt2")), "paged")
+    decoder.team = SimpleNamespace(size=2)  # of two ranks, whose sums no step by itself makes
+    with pytest.raises(UserError, match="2 ranks.*sampler_tp at 1"):
+        make_engine(decoder, "paged")
+    with pytest.raises(ValueError, match="take the plain Engine"):
+        SteppedEngine(decoder)
+    decoder.device = torch.device("cuda")
+    decoder.new_state = lambda tokens: None  # as on a GPU, which this machine may not have
+    assert type(make_engine(decoder)) is Engine
     with pytest.raises(ValueError, match="auto, plain, paged"):
         make_engine(decoder, "pages")
 
@@ -92,12 +102,10 @@ def test_what_cannot_go_together_is_said_before_a_model_is_loaded():
 
 
 def test_engines_that_keep_a_plain_cache_say_so_where_pages_are_asked_for():
-    from types import SimpleNamespace as Some
-
     from rl.clients import versions
     from rl.clients.settings import SamplerSettings
 
-    loaded = Some(eos_token_ids=(3,), tokenizer=None, model=tiny_model("qwen3"))
+    loaded = SimpleNamespace(eos_token_ids=(3,), tokenizer=None, model=tiny_model("qwen3"))
     source = versions.SamplerVersion(make_decoder(loaded.model), loaded, 0, None, learned=True)
     assert type(versions.engine_of(source, SamplerSettings(cache="paged", kv_cache_tokens=512))) is SteppedEngine
     assert type(versions.engine_of(source, SamplerSettings())) is Engine

@@ -23,7 +23,8 @@ def make_engine(decoder: Decoder, cache: str = "auto", **settings: Any) -> Engin
     """An engine for the decoder. "plain": a rectangle for each batch; "paged": pages, graphs on CUDA, several steps between two looks.
 
     "auto" is plain on a CPU; on CUDA paged, for the fast decoder, where both gave the same samples on this device in a trial of a
-    second, which runs once. Where they did not it says so and is plain. `settings` are `Engine`'s.
+    second, which runs once. Where they did not it says so and is plain; so is a decoder that several ranks hold together.
+    `settings` are `Engine`'s.
     """
     if cache not in CACHES:
         raise ValueError(f"cache is one of {', '.join(CACHES)}, got {cache!r}")
@@ -33,9 +34,14 @@ def make_engine(decoder: Decoder, cache: str = "auto", **settings: Any) -> Engin
                 "the sampler's cache is asked for in pages, which only the fast decoder (Llama and Qwen families) keeps: "
                 "leave sampler_cache at auto, or sample such a model"
             )
+        if decoder.team is not None:
+            raise UserError(
+                f"the sampler's cache is asked for in pages, and {decoder.team.size} ranks hold the sampler together, whose steps wait for "
+                "each other: leave sampler_cache at auto, or sampler_tp at 1"
+            )
         return SteppedEngine(decoder, **settings)
-    on_cuda = isinstance(decoder, FastDecoder) and decoder.device.type == "cuda"
-    if cache == "auto" and isinstance(decoder, FastDecoder) and on_cuda and _refusal(_Trial(decoder)) is None:
+    tried = cache == "auto" and isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and decoder.team is None
+    if tried and isinstance(decoder, FastDecoder) and _refusal(_Trial(decoder)) is None:
         return SteppedEngine(decoder, **settings)
     return Engine(decoder, **settings)
 

@@ -28,6 +28,8 @@ class SteppedEngine(PagedEngine):
     """As `PagedEngine`, with up to `look` tokens of each row in one `step`."""
 
     def __init__(self, decoder: FastDecoder, *args: Any, look: int = LOOK, **settings: Any):
+        if decoder.team is not None:
+            raise ValueError("steps that run by themselves are of one rank, and several hold this decoder together: take the plain Engine")
         super().__init__(decoder, *args, **settings)
         if look < 1:
             raise ValueError(f"look={look}: the host looks after 1 step or more")
