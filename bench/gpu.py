@@ -37,7 +37,7 @@ PARTS = {
     "branches": (40, "score kernels and products by themselves: what the device's checks chose, TFLOP/s"),
     "kernels": (110, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "decode": (110, "decode tokens per second beside generate, continuous batching, vLLM"),
-    "steps": (75, "decode over pages with graphs and several steps between two looks, beside the plain engine; what the trial says"),
+    "steps": (60, "decode over pages with graphs and several steps between two looks, beside the plain engine; what the trial says"),
     "group": (30, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (20, "a token from hidden states, without logits, beside today's path"),
     "agreement": (20, "sampler against learner in bf16"),
