@@ -158,10 +158,11 @@ class SteppedEngine(PagedEngine):
         order = np.argsort(np.where(shares, group, groups), kind="stable")
         counts = np.bincount(group[shares], minlength=groups)
         greedy = rows["temperature"] == 0
-        padded = {"token": rows.last_tokens(), "position": written, "left": left, "stop_row": rows["stop_row"]}
+        padded: dict[str, np.ndarray] = {"token": rows.last_tokens(), "position": written, "left": left, "stop_row": rows["stop_row"]}
         for name, values in padded.items():
             self._say(getattr(b, name)[:bucket], np.pad(values, (0, bucket - len(values))))
-        for name, values in {"skip": skip, "table": table, "shares": shares, "order": order, "place": np.argsort(order)}.items():
+        whole: dict[str, np.ndarray] = {"skip": skip, "table": table, "shares": shares, "order": order, "place": np.argsort(order)}
+        for name, values in whole.items():
             self._say(getattr(b, name)[:bucket], values)
         self._say(b.greedy[:bucket], np.pad(greedy, (0, bucket - len(greedy))))
         warm = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)

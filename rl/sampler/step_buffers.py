@@ -146,8 +146,9 @@ def _read(
         return _gathered(q, kv, table, length)
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+    keys, values = kv.unbind(0)
     out, lse = varlen_attn(
-        q, *kv.unbind(0), starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
+        q, keys, values, starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
         num_splits=1, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return out, lse.transpose(0, 1)
