@@ -60,7 +60,7 @@ def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
-    """Learner and sampler over a batch of mixed rows, against float32, in root mean squares; the measure: the model alone under autocast."""
+    """Learner and sampler over a batch of mixed rows, against float32, root mean squares; the measure: the model alone under autocast."""
     loaded, _ = tiny(name)
     reader = reader_of(loaded.model)
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
