@@ -72,7 +72,9 @@ PARTS = (
     Part("methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"),
     Part("learning_seeds", "the tests that learn, with three seeds: every figure past its bar, and by how much", "learning_seeds.py"),
     Part("architectures", "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong", "architectures.py"),
+    Part("architectures_seeing", "every vision-language model: images exact, text alone, or refused", "architectures_seeing.py"),
     Part("merges", "every causal LM of transformers, tiny: an adapter merged and read back, or refused", "merges.py", ("tables",)),
+    Part("images", "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are permuted", "images.py"),
     Part("staleness", "GRPO on tokens 0, 1, 4 and 8 updates old under each correction, three seeds: accuracy", "staleness.py"),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
@@ -184,7 +186,7 @@ def main() -> int:
     if args.list:
         for part in PARTS:
             state = "needs --install" if part.peers and not PEER_PYTHON.exists() else "ready"
-            print(f"{part.name:16s} {part.says} ({state})")
+            print(f"{part.name:20s} {part.says} ({state})")
         return 0
     if args.install:
         install_peers()

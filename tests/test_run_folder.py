@@ -564,7 +564,7 @@ def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypa
     def never(*args, **kwargs):
         raise AssertionError("work before the folder was looked at")
 
-    monkeypatch.setattr(run, "prepare", never)
+    monkeypatch.setattr(run, "prepared_stages", never)
     before = sorted(tmp_path.iterdir())
     with pytest.raises((UserError, SystemExit)) as found:  # at the line, or when the folder is looked at
         train("sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 1", Path(folder))

@@ -13,7 +13,6 @@ import importlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -166,12 +165,13 @@ def _warm_up(mine: Connection, traces: Traces) -> None:
     No backward: torch may start threads for one, and a process that is forked then has none.
     """
     small: Model = ("tiny:addition", None, LoraConfig(2))
-    imports = [partial(importlib.import_module, name) for name in ("transformers.models.auto.modeling_auto", "peft")]
     with contextlib.suppress(Exception):  # the question itself meets it again
-        for step in (*imports, partial(traces.shape, small)):
+        for name in ("transformers.models.auto.modeling_auto", "peft"):
             if mine.poll():
                 return
-            step()
+            importlib.import_module(name)
+        if not mine.poll():
+            traces.shape(small)
 
 
 def _answer(traces: Traces, asked: str, what: Any) -> tuple[str | None, ModelShape | Held | None]:

@@ -1,0 +1,80 @@
+"""bench/architectures_seeing.py over families of each kind, and what it says of planted faults."""
+
+import numpy as np
+import pytest
+import torch
+from test_architectures import accelerator, one_thread  # noqa: F401  (a fixture of its own)
+from test_images import alone, datum, learnt, of_logits, rows, tiny
+
+from bench import architectures_seeing as table
+from rl.images import ImageReader, families, reader_of
+from rl.learner import Learner, LearnerSettings
+from rl.renderers import get_renderer
+from rl.sampler import make_decoder, score
+
+KINDS = {"qwen3_vl": families.Grids, "gemma3": families.Gemma3, "smolvlm": families.Tiles}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_images_that_are_swapped_turn_a_row_red(name, monkeypatch):
+    """Only what the model is shown: tokens, grids and positions stay."""
+    assert table.measured(name) == "exact"
+    pixels, swaps = KINDS[name].pixels, []
+
+    def faulty(self, images):
+        if len(images) < 2:
+            return pixels(self, images)
+        swaps.append(len(images))
+        return pixels(self, images) | {"pixel_values": pixels(self, images[::-1])["pixel_values"]}
+
+    monkeypatch.setattr(KINDS[name], "pixels", faulty)
+    said = table.measured(name)
+    assert swaps and said.startswith("WRONG") and "learner" in said and "sampler" in said
+
+
+def test_one_wrong_position_of_an_image_turns_a_row_red(monkeypatch):
+    positions = families.Grids.positions
+
+    def faulty(self, model, row, types, images):
+        found = positions(self, model, row, types, images).clone()
+        found[1, int(types.argmax())] += 1  # the height of an image's first token
+        return found
+
+    monkeypatch.setattr(families.Grids, "positions", faulty)
+    said = table.measured("qwen3_vl")
+    assert said.startswith("WRONG") and "learner" in said and "sampler" in said
+
+
+def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
+    """A reader that keeps images under their size alone."""
+    read, kept = ImageReader.read, {}
+
+    def faulty(self, chunk):
+        found = read(self, chunk)
+        return kept.setdefault(found.count, found)
+
+    assert table.measured("gemma3") == "exact"  # all of its images have one size
+    monkeypatch.setattr(ImageReader, "read", faulty)
+    assert table.measured("gemma3").startswith("WRONG")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
+    """Learner and sampler over a batch of mixed rows, against float32, root mean squares; the measure: the model alone under autocast."""
+    loaded, _ = tiny(name)
+    reader = reader_of(loaded.model)
+    prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
+
+    def by_itself():
+        return np.concatenate([of_logits(alone(loaded.model, reader, one), one) for one in prompts])
+
+    exact = by_itself()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = by_itself()
+    spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
+    assert spread > 1e-3
+    read = score(make_decoder(loaded.model, dtype=torch.bfloat16), [one.flat() for one in prompts], 1.0, [one.placed() for one in prompts])
+    sampler = np.concatenate([np.array(one[1:]) for one in read])
+    learner = np.concatenate(learnt(Learner(loaded, accelerator(bf16=True), LearnerSettings()), [datum(one) for one in prompts]))
+    for found in (learner, sampler):
+        assert float(np.sqrt(np.mean((found - exact) ** 2))) < 2 * spread
