@@ -127,6 +127,19 @@ def whole(tokenizer, messages, settings, tools, generation):
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **settings, **given)
 
 
+def thought_aloud(renderer, messages, thought, answer):
+    """A model whose prompt has opened its thought, and whose template drops that of earlier turns: what it writes is read back, and a
+    turn after it is an exact extension or is written anew. The counts of both."""
+    seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
+    written = renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False) + sorted(renderer.ends)[:1]
+    message, ended = renderer.parse_response(written)
+    assert ended and (message["reasoning_content"].strip(), message["content"].strip()) == (thought.strip(), answer.strip()), message
+    following = renderer.bridge(messages[:-1], seen, written, [{"role": "user", "content": thought}])
+    if following is not None:
+        assert following.to_ints()[: len(seen) + len(written)] == [*seen, *written]
+    return {"answers": 1, "bridged": int(following is not None), "anew": int(following is None)}
+
+
 def check(renderer, name):
     """How many prompts, answers and bridges were compared. Any that differs is an error."""
     tokenizer, settings = renderer.tokenizer, FOLDER.get(name, {})
@@ -154,6 +167,9 @@ def check(renderer, name):
             example, weights = one.build_supervised_example(harmless)
         except UserError as refused:
             assert "otherwise than the prompt" in str(refused) or "does not end message" in str(refused)
+            if "</think>" in str(refused) or "<think>" in tokenizer.decode(one.build_generation_prompt(harmless[:-1]).to_ints()[-8:]):
+                for name_of, count in thought_aloud(one, harmless, said(rng), said(rng)).items():
+                    counts[name_of] += count
             continue
         learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
         end = NEXT[name]["tool_calls" in harmless[-1]] if name in NEXT else ""
