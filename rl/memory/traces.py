@@ -38,6 +38,7 @@ class Traces:
         self._free: list[Connection] = []
         self._asleep: list[Connection] = []  # of processes that are not there yet
         self._busy: dict[Connection, Run] = {}
+        self._made: set[tuple[Connection, Model]] = set()  # which has made what
 
     @contextlib.contextmanager
     def helped(self, connections: Iterable[Connection]) -> Iterator[None]:
@@ -51,7 +52,7 @@ class Traces:
     def shape(self, model: Model) -> ModelShape:
         """Raises UserError where the model cannot be had."""
         if model not in self._shapes:
-            told = self._ask(model) if self._asleep else None  # the first question of all: what else there is waits for it
+            told = self._ask(model)
             self._shapes[model] = self._skeleton(model).shape if told is None else told
         return self._shapes[model]
 
@@ -91,25 +92,33 @@ class Traces:
         return self._skeletons[model]
 
     def _ask(self, model: Model) -> ModelShape | None:
-        """By the first process, which then makes the others. None where it cannot tell."""
-        first = self._free[0]
+        """By a process that has nothing else to do; the first one makes the others after the first question. None where none can tell."""
         with self._or_alone():
+            while not self._free and self._busy:
+                self._hear()
+            if not self._free:
+                return None
+            first = self._free[0]
             first.send((_SHAPE, model))
+            self._made.add((first, model))
             error, told = first.recv()
             if error is not None:
                 raise UserError(error)
-            if told is not None:
-                for _ in self._asleep:
-                    first.send((_FORK, None))
-                self._free, self._asleep = [first, *self._asleep], []
-                return told
-            raise EOFError
+            if told is None:
+                raise EOFError
+            for _ in self._asleep:
+                first.send((_FORK, None))
+            self._free, self._asleep = [*self._free, *self._asleep], []
+            return told
         return None
 
     def _hand_out(self) -> None:
         while self._queue and self._free:
-            run, process = self._queue.popleft(), self._free.pop(0)
+            run = self._queue.popleft()
+            process = next((one for one in self._free if (one, run[0]) in self._made), self._free[0])  # a model is not made twice
+            self._free.remove(process)
             self._busy[process] = run
+            self._made.add((process, run[0]))
             process.send((_HELD, run))
 
     def _hear(self) -> None:

@@ -100,7 +100,11 @@ def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], r
     for i, change in enumerate(ordered):
         tried = _with(taken, change)
         if TRACES.are_helped and _least(run, launch, prompt, tried) <= HELPS * peak:  # and meanwhile what comes next if this one helps
-            _want(run, launch, prompt, [tried, *(_with(tried, following) for following in ordered[i + 1 : i + 2])])
+            following = [_with(tried, change) for change in ordered[i + 1 : i + 2]]
+            everything = tried  # where nothing less is enough
+            for change in ordered[i + 1 :]:
+                everything = everything if change.kind in {other.kind for other in everything} else _with(everything, change)
+            _want(run, launch, prompt, [tried, *following, everything])
         lower = _peak(run, launch, prompt, tried, HELPS * peak)
         if lower < HELPS * peak:
             taken, peak = tried, lower
