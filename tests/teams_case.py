@@ -2,15 +2,17 @@
 
     accelerate launch --config_file ... tests/teams_case.py MODELS OUT
 
-One service after the other in the same processes, with the same seeds: what the first learns the second learns as well. MODELS: folders
+One model after the other in the same processes, with the same seeds: what the first learns the second learns as well. MODELS: folders
 to begin from. OUT/found.json: by "alone" and "together", and "a sum left out".
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from roles_case import PROMPTS, datums, drawn
@@ -33,6 +35,12 @@ class CaseWorker(Worker):
         """Numbers that this rank's sampler holds."""
         sizes = [buffer.numel() for buffer in self.latest[model_id].weights.buffers.values()]  # type: ignore[attr-defined]
         return {"numbers": sum(sizes)}
+
+    def hold(self, tp: int) -> None:
+        """From now on so many ranks hold a sampler together, as if launched with that."""
+        self.settings = replace(self.settings, sampler=SamplerSettings(tp=tp))
+        self.team = distributed.team(tp, 60)
+        self.speaks = self.team is None or self.team.rank == 0
 
     def leave_sums_out(self) -> None:
         distributed.Team.sum_ = lambda self, x: x  # type: ignore[method-assign]
@@ -89,22 +97,22 @@ def main(models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     crew.Worker = CaseWorker  # type: ignore[misc]
     result: dict = {}
-    kept = None
+    service = ServiceClient(seed=3, settings=WorkerSettings(timeout_seconds=60, dtype="fp32"))
     for name, tp in (("alone", 1), ("together", 2)):
-        settings = WorkerSettings(timeout_seconds=60, dtype="fp32", sampler=SamplerSettings(tp=tp))
-        service = ServiceClient(output_dir=out / name, seed=3, settings=settings)
+        service.output_dir = str(out / name)
+        service._driver.submit("hold", tp).result()
         result[name] = {case: flow(service, models / case, lora) for case, lora in CASES.items()}
         print(name, flush=True)  # where a launch that hangs was
-        kept = kept or service  # the ranks stay
     service._driver.submit("leave_sums_out").result()
     made = service.create_full_training_client(str(models / "qwen3"))
     try:
-        result["a sum left out"] = drawn(made.save_weights_and_get_sampling_client(), 0)
+        broken = made.save_weights_and_get_sampling_client()
+        assert broken.version == 0  # waits for it, and raises what became of it
+        result["a sum left out"] = drawn(broken, 0)
     except UserError as error:
         result["a sum left out"] = str(error)
     (out / "found.json").write_text(json.dumps(result))
     service.close()
-    kept.close()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sampler_models import tiny_model
-from test_distributed import REPO, run, sharded
 from teams_case import CASES
+from test_distributed import REPO, run, sharded
 
 from rl.clients import SamplerSettings, ServiceClient, WorkerSettings
 from rl.errors import UserError

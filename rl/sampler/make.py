@@ -16,7 +16,6 @@ from rl.sampler.probe import agrees_with, settle
 from rl.sampler.split import Team
 from rl.sampler.weights import Unsupported
 
-
 _ONE_RANK = "sampler_tp {} splits what the fast decoder samples (the Llama and Qwen families), and {}: leave sampler_tp at 1"
 
 
