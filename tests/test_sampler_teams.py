@@ -65,12 +65,10 @@ def test_two_that_hold_it_together_draw_what_each_would_alone(launched, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_sampler_agrees_with_the_learner(launched, case):
-    """Of what was drawn, by the weights of the last update, and after weights were moved and handed over once more."""
+    """By the weights of the last update, and after weights were moved and handed over once more."""
     _, found = launched
     together = found["together"][case]
-    for (tokens, logprobs, _), learner in zip(together["by the last weights"], together["learner"], strict=True):
-        np.testing.assert_allclose(np.array(learner[-len(tokens) :]), np.array(logprobs), atol=5e-2 + 10)
-    assert together["proved"] < 1e-4 < 1e-2 < together["moved"]
+    assert max(together["off"]) < 2e-5 < 1e-2 < together["moved"]
 
 
 @pytest.mark.slow
