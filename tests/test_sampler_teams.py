@@ -14,7 +14,7 @@ from teams_case import CASES
 from test_distributed import REPO, run, sharded
 
 from rl.clients import SamplerSettings, ServiceClient, WorkerSettings
-from rl.errors import UserError
+from rl.errors import BadRequestError, UserError
 from rl.models.load import load_model
 from rl.ranks import check_team
 
@@ -99,7 +99,6 @@ def test_a_sum_left_out_is_seen(launched):
         (2, 0, 3, None, "does not divide the 3 processes of a machine: it is one of 1, 3 there"),
         (4, 0, 12, 6, "does not divide the 6 processes of a machine: it is one of 1, 2, 3, 6 there"),
         (2, 1, 3, None, "do not go together: ranks that only sample hold all weights each"),
-        (0, 0, 2, None, "sampler_tp"),
     ],
 )
 def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, said, monkeypatch):
@@ -109,6 +108,11 @@ def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, said, monkeypat
             monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match=said):
         check_team(tp, ranks)
+
+
+def test_no_process_is_no_team():
+    with pytest.raises(BadRequestError, match="sampler_tp is a whole number of processes .*got 0"):
+        check_team(0)
 
 
 def test_a_service_says_so_before_anything_is_made(monkeypatch, tmp_path):
