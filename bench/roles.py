@@ -32,6 +32,7 @@ LATE = "--max-steps-off-policy 3"
 FORMS = {  # by a short name: in words, processes, flags
     "one": ("synchronous, one process", 1, ""),
     "roles": ("one samples, one learns", 2, f"{LATE} --sampler-ranks 1"),
+    "roles2": ("one samples, one learns, two updates late at most", 2, "--max-steps-off-policy 2 --sampler-ranks 1"),
     "roles1": ("one samples, one learns, one update late at most", 2, "--max-steps-off-policy 1 --sampler-ranks 1"),
     "two": ("synchronous, two processes", 2, ""),
     "late": ("asynchronous, one process", 1, LATE),
