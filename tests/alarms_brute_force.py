@@ -188,12 +188,15 @@ def format_alone(rows: Sequence[Row]) -> str | None:
 
 
 def rewards_failing(rows: Sequence[Row]) -> str | None:
-    """Over three batches more than a tenth of the samples could not be scored."""
-    if len(rows) < 3:
-        return None
-    failed, scored = (sum(number(row, name) for row in rows[-3:]) for name in ("reward/failed", EPISODES))
-    share = failed / (failed + scored) if failed > 0 else 0.0
-    return f"{share:.0%} of the samples of 3 batches could not be scored" if share > 0.1 else None
+    """Half of the last batch's samples could not be scored, or over three batches more than a tenth."""
+    shares = []
+    for few in (1, 3):
+        failed, scored = (sum(number(row, name) for row in rows[-few:]) for name in ("reward/failed", EPISODES))
+        shares.append((failed / (failed + scored) if failed > 0 else 0.0, failed, failed + scored))
+    (at_once, failed, asked), (share, _, _) = shares
+    if at_once >= 0.5:
+        return f"{failed:.0f} of the {asked:.0f} samples of this batch could not be scored: its reward is that of the others"
+    return f"{share:.0%} of the samples of 3 batches could not be scored" if len(rows) >= 3 and share > 0.1 else None
 
 
 def _in_groups(row: Row) -> bool:
