@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rl.sampler.rows import Rows
 from rl.sampler.streams import as_uint64, philox4x32, uniforms
 
 
@@ -58,3 +59,20 @@ def test_uniform_moments_and_range():
 def test_negative_and_huge_seeds_are_taken_modulo_two_to_64():
     assert as_uint64(-1) == np.uint64(2**64 - 1)
     assert as_uint64(2**64 + 3) == np.uint64(3)
+
+
+def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
+    """Steps that run by themselves are recorded with no question before them; whoever asks then gets the token's own number."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        rows, nothing = Rows(), dict(max_tokens=[99], stop_row=[0], has_strings=[False], temperature=[1.0])
+        nothing |= dict(top_k=[-1], top_p=[1.0], untruncated_logprobs=[False])
+        for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
+            rows.enter([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
+        for _ in range(12):
+            found = rows.uniforms()
+            assert np.array_equal(found, uniforms(rows["seed"], rows["problem"], rows["index"], rows["drawn"].astype(np.uint64)))
+            for _ in range(int(rng.integers(1, 30))):
+                rows.record(np.zeros(len(rows), np.int64), np.zeros(len(rows)))
+            if len(rows) > 1 and rng.random() < 0.2:
+                rows.keep(np.sort(rng.permutation(len(rows))[:-1]))

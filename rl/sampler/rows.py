@@ -113,7 +113,7 @@ class Rows:
 
     def uniforms(self) -> np.ndarray:
         """The uniform of each row's next token, float64; to be followed by `record`."""
-        if self._uniforms is None or self._ahead == _UNIFORMS_AHEAD:
+        if self._uniforms is None or self._ahead >= _UNIFORMS_AHEAD:  # past them where steps that ran by themselves were recorded
             position = self["drawn"][:, None] + np.arange(_UNIFORMS_AHEAD)
             names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
             self._uniforms, self._ahead = uniforms(*names, position.astype(np.uint64)), 0
