@@ -53,7 +53,8 @@ def commands() -> list[tuple[str, str]]:
         for block in re.findall(r"```bash\n(.*?)```|\n\n((?:    [^\n]*\n)+)", page.read_text(), re.S):
             for line in "".join(block).replace("\\\n", " ").splitlines():
                 before, at, words = line.strip().partition("train.py ")
-                if at and re.match(r"(python|accelerate launch) ", before) and "..." not in words and "--help" not in words and not re.search(r"\b(RUN|METHOD|MODEL)\b", words):
+                stands = re.match(r"(python|accelerate launch) ", before) and "..." not in words and "--help" not in words
+                if at and stands and not re.search(r"\b(RUN|METHOD|MODEL)\b", words):
                     found.append((page.name, words))
     return found
 
