@@ -18,6 +18,7 @@ from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.serve import wire
 from rl.serve.promises import Promise
+from rl.serve.tinker import end_session
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
@@ -396,6 +397,28 @@ def test_one_tenants_failure_touches_no_other(wires, served):
     assert len(other.wait(asked, "SampleResponse").sequences) == 1
     rows, _ = other.output(other.ask(models[1], 2, rewarded(), "importance_sampling"))
     assert len(rows) == 4 and other.wait(other.step(models[1], 3))["metrics"]["grad_norm"] > 0
+
+
+def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
+    """Its first chunk never comes. What came of it waits for its session's end alone; no gradient is kept, no one else waits."""
+    with server(tmp_path) as one:
+        dying, other = Wire(one), Wire(one)
+        dying.open()
+        other.open()
+        model, theirs = dying.model(), other.model()
+        dying.output(dying.ask(model, 1, texts(), forward_only=True))
+        rest, step = dying.ask(model, 3, texts()[3:]), dying.step(model, 4)
+        other.output(other.ask(theirs, 1, texts()))
+        assert other.wait(other.step(theirs, 2))["metrics"]["grad_norm"] > 0, "another's requests wait for nothing"
+        session = one.book.sessions[dying.session]
+        end_session(one.desk, one.tenants, session, "silent")
+        for waited in (rest, step):
+            assert "ended (silent)" in dying.wait(waited)["error"]
+        dying.post("optim_step", 410, model_id=model, seq_id=2, adam_params={"learning_rate": 1.0})
+        held = one.book.models[model]
+        assert not held.waiting and not held.gradient
+        assert other.wait(other.step(theirs, 3))["metrics"]["skipped"] == 1.0
+        assert len(one.desk.turns) == 0
 
 
 def test_settings_that_would_open_the_door_are_refused():
