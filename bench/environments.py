@@ -51,7 +51,7 @@ GAMES = {
     "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
     # three operators and two tries: excluding is enough (the rule finds 0.93), reading the failing test is better
     "debugging": Game(
-        {}, "careful", "correct", 0.95, 18, episodes=3000, warm_up=700, warm_up_batch=32, steps=60, held_out=256,
+        {}, "careful", "correct", 0.95, 18, episodes=5000, warm_up=1200, warm_up_batch=32, steps=60, held_out=256,
         model="tiny:ascii", rate=5e-4,
     ),
     # what the rule plays is imperfect, one move of ten (it loses 0.03), so that there is something left to sharpen
