@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from rl.serve.app import JsonLines, make_app
 from rl.serve.book import Book
 from rl.serve.chat_routes import routes as openai_routes
 from rl.serve.desk import Desk
+from rl.serve.door import check_certificate, take_address
 from rl.serve.promises import Promise, Promises, settled
 from rl.serve.rest import Rest
 from rl.serve.samples import Samples
@@ -36,7 +38,10 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     """What the command line says, and the keys of a file or the environment. Raises UserError."""
     keys = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
     if args.keys_file:
-        keys += [line.strip() for line in Path(args.keys_file).read_text().splitlines() if not line.startswith("#")]
+        try:
+            keys += [line.strip() for line in Path(args.keys_file).read_text().splitlines() if not line.startswith("#")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--keys-file {args.keys_file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     given = {name: value for name in vars(Limits()) if (value := getattr(args, name, None)) is not None}
     return ServeSettings(
         bases=tuple(ServedBase.parse(text) for text in args.base_model),
@@ -103,14 +108,16 @@ class Served:
 def main(args: argparse.Namespace) -> int:
     """Serves until it is asked to stop."""
     settings = settings_of(args)
+    check_certificate(settings.tls_cert, settings.tls_key)
+    address = take_address(settings) if os.environ.get("RANK", "0") == "0" else None  # the other ranks work for the first
     _log_lines()
     served = Served.of(settings)
     served.desk.start()
-    asyncio.run(_serve(served, settings))
+    asyncio.run(_serve(served, settings, address))
     return 0
 
 
-async def _serve(served: Served, settings: ServeSettings) -> None:
+async def _serve(served: Served, settings: ServeSettings, address: socket.socket | None) -> None:
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -135,13 +142,13 @@ async def _serve(served: Served, settings: ServeSettings) -> None:
     ended: asyncio.Event = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve([address] if address else None))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
-        address = _address(server, settings)
-        log.info("listening", extra={"address": address})
-        print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
+        where = _address(server, settings)
+        log.info("listening", extra={"address": where})
+        print(f"serving {', '.join(base.name for base in settings.bases)} at {where}", flush=True)
     stopping, looking = asyncio.create_task(ended.wait()), asyncio.create_task(served.look_after())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     looking.cancel()

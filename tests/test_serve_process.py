@@ -1,0 +1,135 @@
+"""serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and the log of one that runs."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn", reason="pip install -r requirements-serve.txt")
+from serving import BASE  # noqa: E402
+
+from rl.errors import UserError  # noqa: E402
+from rl.serve.door import check_certificate, take_address  # noqa: E402
+from rl.serve.settings import ServedBase, ServeSettings  # noqa: E402
+
+REPO = Path(__file__).resolve().parent.parent
+KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")
+
+
+def at(tmp_path, host="127.0.0.1", port=0):
+    return ServeSettings((ServedBase(BASE, BASE),), tmp_path, host=host, port=port, keys=KEYS)
+
+
+def test_an_address_that_cannot_be_had_is_named(tmp_path):
+    with take_address(at(tmp_path)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):  # until it serves
+            socket.create_connection(("127.0.0.1", port), 5)
+        first.listen()
+        with pytest.raises(UserError, match=f"--port {port}: something listens there already"):
+            take_address(at(tmp_path, port=port))
+    take_address(at(tmp_path, port=port)).close()
+    with pytest.raises(UserError, match="--host no.such.host.invalid"):
+        take_address(at(tmp_path, host="no.such.host.invalid"))
+    with pytest.raises(UserError, match="no such address"):
+        take_address(at(tmp_path, host="192.0.2.1"))  # of no machine (RFC 5737)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of this machine's loopback, signed by itself, and its key; and a key that is not its own."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
+    subprocess.run("openssl genrsa -out other 2048".split(), cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
+    cert, key = certificate / "cert", certificate / "key"
+    check_certificate(cert, key)
+    (tmp_path / "text").write_text("hello")
+    wrong = [(cert, certificate / "other"), (key, cert), (tmp_path / "text", key), (cert, tmp_path / "text")]
+    for pair in wrong:
+        with pytest.raises(UserError, match="not a certificate and its key"):
+            check_certificate(*pair)
+    with pytest.raises(UserError, match="--tls-key .*nothing: there is no such file"):
+        check_certificate(cert, tmp_path / "nothing")
+
+
+def started(folder, *flags, env=()):
+    """serve.py, its standard error in `folder`/log; and where it serves."""
+    words = [sys.executable, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir", str(folder / "out"), *map(str, flags)]
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **dict(env)})
+    line = process.stdout.readline()
+    assert " at https://" in line, line + (folder / "log").read_text()[-2000:]
+    return process, line.split(" at ")[1].strip()
+
+
+@pytest.mark.slow
+def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# two tenants\n" + "\n".join(KEYS) + "\n")
+    flags = ("--tls-cert", certificate / "cert", "--tls-key", certificate / "key", "--keys-file", keys)
+    process, url = started(tmp_path, *flags)
+    secret = "a prompt that nobody else should read"
+    try:
+        with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
+            assert http.get("/healthz").json() == {"status": "ok"}
+            asked = {"model": BASE, "prompt": secret, "max_tokens": 3, "seed": 1}
+            assert http.post("/v1/completions", json=asked).status_code == 401
+            assert http.post("/v1/completions", json=asked, headers={"x-api-key": KEYS[0] + "x"}).status_code == 401
+            bearer = {"authorization": f"Bearer {KEYS[0]}"}
+            first = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0]["text"]
+            sessions = {key: http.post("/api/v1/create_session", json={"tags": []}, headers={"x-api-key": key}).json() for key in KEYS}
+            page = http.get("/metrics", headers=bearer).text
+        with pytest.raises(httpx.ConnectError):  # nobody vouches for it
+            httpx.get(f"{url}/healthz")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http") + "/healthz")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    figures = {}
+    for line in page.splitlines():  # Prometheus' text format 0.0.4: a name, labels, a number
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            figures[name] = float(value)
+    refused = [value for name, value in figures.items() if name.partition("{")[0].endswith("requests_total") and 'status="401"' in name]
+    assert sum(refused) == 2 and any("sessions" in name and value == 2 for name, value in figures.items()), page
+    log = (tmp_path / "log").read_text()
+    rows = [json.loads(line) for line in log.splitlines()]
+    assert sum(row.get("status") == 401 for row in rows) == 2
+    assert not any(word in log for word in (secret, *KEYS, "Traceback"))
+    process, url = started(tmp_path, *flags, "--resume")
+    try:
+        with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
+            for key, session in sessions.items():
+                there = http.get("/api/v1/sessions", headers={"x-api-key": key}).json()["sessions"]
+                assert there == [session["session_id"]]
+            again = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0]["text"]
+        assert again == first
+        process.send_signal(signal.SIGINT)  # Ctrl-C is as good
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["serve.py", "--base-model", BASE, "--port", str(taken.getsockname()[1]), "--output-dir", str(tmp_path / "out")]
+        done = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "nothing is served" in done.stderr + done.stdout and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
