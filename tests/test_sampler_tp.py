@@ -149,6 +149,17 @@ def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
     assert not together(run, launch, 512, [change for change in changes if change.kind not in ("lora_rank", "sampler_tp")], room)[0]
 
 
+def test_a_judge_is_split_and_a_reward_model_is_not():
+    launch = Launch(cuda=True, bf16=True, world=2, per_node=2)
+
+    def scores(model: str, k: int) -> float:
+        run = asked(LINE.format("tiny:ascii") + f" --{model}-model tiny:ascii --kl-coef 0 --sampler-tp {k}")
+        return next(i.sample for i in needs_of(run, launch, 16)[0].plan.items if i.name == "models that only score")
+
+    whole = scores("comparison", 1)
+    assert 0.5 * whole < scores("comparison", 2) < 0.51 * whole and scores("reward", 2) == scores("reward", 1) == whole > 0
+
+
 def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(large, tmp_path):
     run, one = asked(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"), Launch(cuda=True, bf16=True)
     told = {change.words for change in remedies(run, one, 512) if change.kind == "sampler_tp"}

@@ -168,12 +168,18 @@ def _team(sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: Launch
 
 
 def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
-    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy."""
+    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy.
+
+    A reward model is read as a learner is, which no team splits.
+    """
+    reads_whole = getattr(getattr(settings, "learned", None), "reward_model", None)
     shapes = []
     for target in METHODS[method].weights(settings):
         folder = Path(target).expanduser()
         named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
-        shapes.append(TRACES.shape((target, settings.model.tokenizer, None)) if named else policy)
+        shape = TRACES.shape((target, settings.model.tokenizer, None)) if named else policy
+        whole = replace(shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters)
+        shapes.append(whole if target == reads_whole else shape)
     return shapes
 
 
