@@ -41,10 +41,11 @@ def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_serve_every_service_of_a_script(tmp_path):
-    """The second ServiceClient waited for ever for ranks that served the first."""
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
+    """The second ServiceClient waited for ever for ranks that served the first; under DeepSpeed accelerate takes no second plugin."""
     script = [str(REPO / "tests" / "two_services.py"), str(tmp_path / "two")]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml")]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
     command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
