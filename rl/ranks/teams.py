@@ -20,7 +20,7 @@ def check_team(sampler_tp: int, sampler_ranks: int = 0) -> None:
         raise UserError(
             f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} processes of a machine, and one was started: start as "
             f"many, as in `accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes {sampler_tp} train.py ...`, or "
-            "leave it out"
+            "set sampler_tp to 1"
         )
     check_divides(sampler_tp, min(started, int(os.environ.get("LOCAL_WORLD_SIZE", started))))
 

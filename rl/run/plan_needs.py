@@ -158,7 +158,7 @@ def _team(sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: Launch
         if launch.world == 1:
             raise UserError(
                 f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} processes of a machine, and this is one: launch "
-                f"as many (--plan-gpus {sampler_tp} plans for them), or leave it out"
+                f"as many (--plan-gpus {sampler_tp} plans for them), or set it to 1"
             )
         check_divides(sampler_tp, launch.per_node)
         check_team_holds(shape, sampler_tp)
