@@ -31,6 +31,7 @@ parser.add_argument("--samples", type=int, default=1, help="answers to each prob
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: that of the run's evaluation, else 1)")
 parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
 parser.add_argument("--seed", type=int, help="of the samples (default: that of the run's evaluation)")
+parser.add_argument("--sampler-tp", type=int, default=1, help="so many processes of a machine hold the weights together (default 1)")
 parser.add_argument("--renderer", help="chat_template, role_colon or plain (default: the run's, else by the tokenizer)")
 parser.add_argument("--trust-run", action="store_true", help="import the run's own reward from wherever its config says it lies")
 parser.add_argument("--output", type=Path, help="write the figures and every answer to this .json file")
@@ -186,7 +187,7 @@ def played(
 
     data = asked.data
     limits: dict[str, Any] = {"timeout": data.reward_timeout, "workers": data.reward_workers, "environment": data.reward_env}
-    with weights.service() as service, ExitStack() as stack:
+    with weights.service(sampler_tp=args.sampler_tp) as service, ExitStack() as stack:
         sampler = weights.sampler(service)
         scorer = stack.enter_context(Scorer(reward, **limits)) if reward is not None else None
         renderer = make_renderer(sampler, data.renderer, data.template, sampling.stop)
@@ -218,7 +219,7 @@ def report(args: argparse.Namespace, what: dict[str, Any], problems: Any, result
 if __name__ == "__main__":
     args, rest = parser.parse_known_args()
     args.environment_settings, args.others = apart(rest)
-    for name, least in {"limit": 1, "samples": 1, "max_tokens": 1, "temperature": 0, "seed": 0}.items():
+    for name, least in {"limit": 1, "samples": 1, "max_tokens": 1, "temperature": 0, "seed": 0, "sampler_tp": 1}.items():
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")

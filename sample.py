@@ -21,6 +21,7 @@ parser.add_argument("-n", type=int, default=1, help="answers to each prompt (def
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1)")
 parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
 parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default 0)")
+parser.add_argument("--sampler-tp", type=int, default=1, help="so many processes of a machine hold the weights together (default 1)")
 parser.add_argument("--renderer", help="chat_template, role_colon or plain (default: the run's, else by the tokenizer)")
 parser.add_argument("--system-prompt", help="put before every prompt (default: the run's, else none)")
 
@@ -56,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
     temperature = sampling.temperature if args.temperature is None else args.temperature
     data = replace(data, system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt) or None)
     console = Console(highlight=False, soft_wrap=True)
-    with weights.service(args.seed) as service:
+    with weights.service(args.seed, args.sampler_tp) as service:
         sampler = weights.sampler(service)
         renderer = make_renderer(sampler, args.renderer or data.renderer, data.template, sampling.stop)
         params = SamplingParams(args.max_tokens or sampling.max_tokens, None, renderer.get_stop_sequences(), temperature)
@@ -77,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     args, args.others = parser.parse_known_args()
-    for name, least in {"limit": 1, "n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}.items():
+    for name, least in {"limit": 1, "n": 1, "max_tokens": 1, "temperature": 0, "seed": 0, "sampler_tp": 1}.items():
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")

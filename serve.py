@@ -20,6 +20,8 @@ parser.add_argument("--tls-key", help="its key file")
 parser.add_argument("--seed", type=int, default=0, help="of samples that are drawn without a seed of their own (default 0)")
 parser.add_argument("--resume", action="store_true", help="go on with what is in --output-dir: sessions, models, paths")
 parser.add_argument("--durable", action="store_true", help="write each model after every update, so that even SIGKILL loses none")
+parser.add_argument("--sampler-tp", type=int, default=1, metavar="K",
+                    help="under accelerate launch: so many processes of a machine hold the weights together (default 1)")  # fmt: skip
 parser.add_argument("--renderer", help="how chat is turned into tokens (default: the model's own chat template)")
 limits = parser.add_argument_group("limits")
 limits.add_argument("--body-bytes", type=int, help="of one request (default 256 MiB)")

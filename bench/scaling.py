@@ -7,6 +7,7 @@
 Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: sampling, arithmetic, traffic and the driver's work
 are added, which is how the loop runs (only ZeRO-2 may overlap its sending, by a setting). The work grows with the GPUs: a
 fixed number of answers for each. What the figures rest on is printed first; the rates are inputs, not measurements.
+Where a sampler's whole copy fits no GPU, as few GPUs of a machine as can hold it together (`--sampler-tp`; scaling_teams.py).
 A mixture of experts computes with the numbers that a token is sent to, and holds, sends and gathers all of them. A model that sees runs its
 tower over every image, frozen (LoRA: the text alone is trained) or trained; its images are tokens of the prompt as well.
 W: ranks, N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
@@ -23,13 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import scaling_teams  # noqa: E402
 from scaling_models import NAMES, skeletons  # noqa: E402
 from scaling_page import draw, show, write_csv  # noqa: E402
 
@@ -51,6 +53,7 @@ class Hardware:
     nvlink: float = 450e9 * 0.7  # bytes/s; the factor is what collectives usually reach
     infiniband: float = 50e9 * 0.8  # bytes/s for each GPU (400 Gb/s)
     per_node: int = 8
+    collective_seconds: float = 20e-6  # of a call over NVLink, however little it sends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,10 @@ def on_the_wire(sent: Mapping[str, float], world: int) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """One row of the table; seconds and GiB are of one GPU. `limit`: the largest part, or what does not fit."""
+    """One row of the table; seconds and GiB are of one GPU. `limit`: the largest part, or what does not fit.
+
+    sampler_tp: GPUs that hold a sampler together; sampler_traffic_s: of sample_s, what they send each other.
+    """
 
     model: str
     gpus: int
@@ -136,19 +142,37 @@ class Step:
     step_s: float
     tokens_per_second_per_gpu: float
     limit: str
+    sampler_tp: int = 1
+    sampler_traffic_s: float = 0.0
 
 
 def step(
-    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float
-) -> Step:
-    """A GRPO step with gradient checkpointing. `sampling_rate`: tokens/s that one GPU draws."""
+    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
+    *, splits: bool = True,
+) -> Step:  # fmt: skip
+    """A GRPO step with gradient checkpointing. `sampling_rate`: tokens/s that one GPU draws.
+
+    Its samplers are held by as few GPUs together as fit; where none fit, by one each. What a team's GPUs draw is taken to be what they
+    would draw one by one (each reads its part of the weights, for the rows of all), less the time of their sums. Not `splits`: by one each.
+    """
+    given = (name, shape, held, launch, load, hardware, driver, sampling_rate)
+    tries = (_step(*given, team=team) for team in scaling_teams.teams(shape, launch, hardware) if splits)
+    return next((found for found in tries if found.fits), None) or _step(*given, team=1)
+
+
+def _step(
+    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
+    *, team: int,
+) -> Step:  # fmt: skip
+    launch = replace(launch, team=team)
     work = work_of(shape, launch, load)
     needs = plan(shape, held, launch, work)
     memory = needs.peak / GIB
     fits = memory <= ROOM * hardware.memory_gib
     micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
     wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
-    sample = load.answers * load.answer / sampling_rate
+    together = scaling_teams.seconds(scaling_teams.of_a_step(shape, launch, load, max(1, work.rows)), team, hardware)
+    sample = load.answers * load.answer / sampling_rate + together
     train = arithmetic(shape, load) / (hardware.flops * hardware.mfu)
     link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
     traffic = wire / link
@@ -160,7 +184,8 @@ def step(
     if not fits:
         limit = "memory: sampler's copy" if memory - copy <= ROOM * hardware.memory_gib else "memory: learner"
     rate = load.tokens / total
-    return Step(name, launch.world, launch_name(launch), memory, fits, wire / GIB, sample, train, traffic, alone, total, rate, limit)
+    seconds = (sample, train, traffic, alone, total)
+    return Step(name, launch.world, launch_name(launch), memory, fits, wire / GIB, *seconds, rate, limit, team, together)
 
 
 def arithmetic(shape: ModelShape, load: Load) -> float:
@@ -185,7 +210,8 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
     groups = launch.world * load.answers // load.group
     lengths = {"group": load.group, "prompt": load.prompt, "answer": load.answer, "world": launch.world}
     batch = micro_batch(groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths)
-    prompts, rows = sampled_at_once(groups=groups, kv_cache_tokens=262_144, max_rows=1024, **lengths)
+    drawn = {**lengths, "world": launch.world // launch.team}
+    prompts, rows = sampled_at_once(groups=groups, kv_cache_tokens=262_144, max_rows=1024, **drawn)
     return Work(batch=batch, samples=True, prompts=prompts, prompt=load.prompt, rows=rows, answer=load.answer)
 
 

@@ -66,7 +66,9 @@ def show(rows: Sequence[Any]) -> None:
     from rich.table import Table
 
     page = Table(title="The fastest launch that fits (of those that do not, the smallest)", title_justify="left")
-    for head in ("model", "GPUs", "launch", "GiB", "traffic GiB", "sample s", "train s", "traffic s", "driver s", "tok/s/GPU", "limit"):
+    heads = ("model", "GPUs", "launch", "tp", "GiB", "traffic GiB", "sample s", "train s", "traffic s",
+             "driver s", "tok/s/GPU", "limit")  # fmt: skip
+    for head in heads:
         page.add_column(head, justify="left" if head in ("model", "launch", "limit") else "right")
     for name in dict.fromkeys(row.model for row in rows):
         for world in dict.fromkeys(row.gpus for row in rows):
@@ -74,7 +76,8 @@ def show(rows: Sequence[Any]) -> None:
             r = max((row for row in here if row.fits), key=lambda row: row.tokens_per_second_per_gpu, default=None)
             r = r or min(here, key=lambda row: row.memory_gib)
             seconds = (f"{value:.1f}" for value in (r.sample_s, r.train_s, r.traffic_s, r.driver_s))
-            page.add_row(name, str(world), r.launch if r.fits else f"({r.launch})", f"{r.memory_gib:.0f}", f"{r.traffic_gib:.0f}",
-                         *seconds, f"{r.tokens_per_second_per_gpu:,.0f}", r.limit)  # fmt: skip
+            launch = r.launch if r.fits else f"({r.launch})"
+            page.add_row(name, str(world), launch, str(r.sampler_tp), f"{r.memory_gib:.0f}", f"{r.traffic_gib:.0f}", *seconds,
+                         f"{r.tokens_per_second_per_gpu:,.0f}", r.limit)  # fmt: skip
         page.add_section()
     Console(width=130, highlight=False).print(page)

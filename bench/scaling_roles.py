@@ -65,7 +65,7 @@ def split(
     answers = launch.world * load.answers
     more = replace(load, answers=math.ceil(answers / learners / load.group) * load.group)
     alone = replace(launch, world=learners, per_node=min(learners, hardware.per_node), zero=launch.zero if learners > 1 else None)
-    learns: Step = step(name, shape, held, alone, more, hardware, driver, rate)
+    learns: Step = step(name, shape, held, alone, more, hardware, driver, rate, splits=False)
     drawing = replace(load, answers=math.ceil(answers / samplers / load.group) * load.group)
     draws = replace(launch, world=samplers, zero=None)
     if plan_sampler(shape, draws, work_of(shape, draws, drawing)).peak / GIB > ROOM * hardware.memory_gib or not learns.fits:

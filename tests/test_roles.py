@@ -475,3 +475,4 @@ def test_the_console_says_who_does_what():
     assert [conclusion._processes(1, 0), conclusion._processes(3, 0)] == ["1 process", "3 processes"]
     assert conclusion._processes(1, 1) == "1 process that learns, 1 that samples"
     assert conclusion._processes(3, 2) == "3 processes that learn, 2 that sample"
+    assert conclusion._processes(8, 0, 4) == "8 processes, every 4 of which hold a sampler together"

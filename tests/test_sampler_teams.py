@@ -1,4 +1,7 @@
-"""Processes that hold the sampler's weights together (`sampler_tp`): two on gloo draw what each would by itself, under DDP and ZeRO-3."""
+"""Processes that hold the sampler's weights together (`sampler_tp`): two on gloo draw what each would by itself.
+
+Learners are under DDP, ZeRO-3 and FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero3"])
+@pytest.fixture(scope="module", params=["ddp", "zero3", "fsdp2"])
 def launched(request, models, tmp_path_factory) -> tuple[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp(request.param)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{request.param}.yaml")]
@@ -81,7 +84,7 @@ def test_each_holds_about_half(launched, case):
 
 @pytest.mark.slow
 def test_a_sum_left_out_is_seen(launched):
-    """Under DDP as the sampler is made; under ZeRO-3, where nobody has the whole model to compare with, in the samples."""
+    """Under DDP as the sampler is made; under ZeRO-3 and FSDP2, where nobody has the whole model to compare with, in the samples."""
     launch, found = launched
     if launch == "ddp":
         assert "does not give the logits" in found["a sum left out"]

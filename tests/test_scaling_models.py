@@ -24,7 +24,7 @@ def scaling(monkeypatch):
     import scaling
 
     yield scaling
-    for name in ("scaling", "scaling_models", "scaling_page"):
+    for name in ("scaling", "scaling_models", "scaling_page", "scaling_teams"):
         sys.modules.pop(name, None)
 
 
@@ -100,3 +100,83 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, 
     assert blind == 8 * own.active * load.tokens
     assert scaling.arithmetic(own, load) - blind == 8 * tower * load.answers * 256
     assert scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load()) == 2 * tower * load.answers * 256
+
+
+# ------------------------------------------------------------------------------------------------- samplers held by several GPUs
+
+
+class Counting:
+    """A rank of a team, whose sums and gathers are counted."""
+
+    def __init__(self, team):
+        self.team, self.rank, self.size = team, team.rank, team.size
+        self.calls = self.summed = self.gathered = self.copied = 0
+
+    def sum_(self, x):
+        self.calls, self.summed = self.calls + 1, self.summed + x.numel() * x.element_size()
+        return self.team.sum_(x)
+
+    def gather(self, x):
+        self.calls, self.gathered = self.calls + 1, self.gathered + self.size * x.numel() * x.element_size()
+        return self.team.gather(x)
+
+    def first_(self, x):
+        self.calls, self.copied = self.calls + 1, self.copied + x.numel() * x.element_size()
+        return self.team.first_(x)
+
+
+def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
+    """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come out even."""
+    import scaling_teams
+    from sampler_models import tiny_model as seen_model
+    from test_sampler_split import on_ranks, split
+
+    from rl.sampler import Engine, Request
+    from rl.types import SamplingParams
+
+    model = seen_model("qwen3", vocab_size=48, tie_word_embeddings=False)
+    load = scaling.Load(answers=4, group=2, prompt=6, answer=5)
+
+    def counted(threads):
+        team = Counting(threads)
+        engine = Engine(split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8)  # not tried: no sums
+        assert team.calls == 0
+        for i in range(4):
+            engine.add(Request(prompt=[i + 1] * 6, num_samples=2, params=SamplingParams(max_tokens=5, stop=[]), seed=1, problem=i))
+        assert [len(s.tokens) for found in engine.run() for s in found.sequences] == [5] * 8
+        return team
+
+    shape = shape_of(model, tmp_path)
+    modelled = scaling_teams.of_a_step(shape, Launch(cuda=False, bf16=False, world=2, team=2), load, rows=8)
+    for team in on_ranks(2, counted):
+        assert (team.calls, team.summed, team.gathered, team.copied) == (
+            modelled.calls, modelled.summed, modelled.gathered, modelled.copied)  # fmt: skip
+
+
+def test_seconds_of_a_team_by_hand(scaling):
+    import scaling_teams
+
+    hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
+    sent = scaling_teams.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
+    assert scaling_teams.seconds(sent, 4, hardware) == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
+    assert scaling_teams.seconds(sent, 1, hardware) == 0
+
+
+def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
+    from rl.memory.plan import Held
+
+    shape = scaling.skeletons(["32B"])["32B"].shape
+    load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()
+
+    def step(gpus: int, memory: float = 80.0):
+        launch = Launch(cuda=True, bf16=True, world=gpus, per_node=8, zero=3)
+        return scaling.step("32B", shape, Held(), launch, load, replace(hardware, memory_gib=memory), driver, 1200.0)
+
+    found = step(64)
+    whole = step(64, 1000.0)
+    assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
+    assert found.fits and found.sampler_tp in (2, 4, 8) and found.memory_gib <= 80 * 0.92 and found.sampler_traffic_s > 0
+    assert found.sample_s == whole.sample_s + found.sampler_traffic_s
+    assert found.step_s == pytest.approx(whole.step_s + found.sampler_traffic_s)
+    never = step(64, 20.0)
+    assert not never.fits and never.sampler_tp == 1

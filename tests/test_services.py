@@ -41,10 +41,11 @@ def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_serve_every_service_of_a_script(tmp_path):
-    """The second ServiceClient waited for ever for ranks that served the first."""
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
+    """The second ServiceClient waited for ever for ranks that served the first; under DeepSpeed accelerate takes no second plugin."""
     script = [str(REPO / "tests" / "two_services.py"), str(tmp_path / "two")]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml")]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
     command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -77,3 +78,34 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
     monkeypatch.setattr(Crew, "end", end)
     assert made and not made[0].closed
     made[0].close()
+
+
+UNDER_WAY = """
+import sys, time
+import torch
+from rl import ServiceClient
+from rl.clients import crew
+from rl.clients.worker import Worker
+
+class Busy(Worker):
+    def work(self, seconds):
+        a, end = torch.randn(300, 300), time.monotonic() + seconds
+        while time.monotonic() < end:
+            torch.mm(a, a)
+
+crew.Worker, crew.Crew.patience = Busy, 0.5
+service = ServiceClient(output_dir=sys.argv[1])
+service._driver.submit("work", float(sys.argv[2]))
+print("the script's last line")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.1, 0), (60.0, 1)])
+def test_a_script_that_ends_before_its_work_is_no_abort(seconds, code, tmp_path):
+    """The interpreter's end unwound the thread inside torch: "terminate called without an active exception", signal 6, every time."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", UNDER_WAY, str(tmp_path), str(seconds)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert done.stdout == "the script's last line\n" and "terminate called" not in done.stderr
+    assert ("still under way 0.5 s later" in done.stderr) is bool(code)

@@ -9,7 +9,9 @@ there: what learns and what samples go on side by side.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -160,6 +162,7 @@ class Crew:
     """Rank 0's side of all ranks: a queue of verbs and the thread that executes them. There is one in a process."""
 
     name = "whetstone-worker"
+    patience: ClassVar[float] = 60.0  # seconds that the end of the script waits for what was submitted
     _lock: ClassVar[Any] = threading.RLock()
     _at_work: ClassVar[Crew | None] = None  # the other ranks serve this process alone, however many services its script makes
 
@@ -172,7 +175,7 @@ class Crew:
         self.thread = threading.Thread(target=self._loop, args=(settings, started), name=self.name, daemon=True)
         self.thread.start()
         started.result()
-        atexit.register(self.end)
+        atexit.register(self._at_exit)
 
     @classmethod
     def join(cls, settings: WorkerSettings) -> tuple[Crew, int]:
@@ -205,7 +208,23 @@ class Crew:
             if self.thread.is_alive():
                 self.queue.put((0, CLOSE, (), (), Future()))
         self.thread.join(timeout)
-        atexit.unregister(self.end)
+        if not self.thread.is_alive():
+            atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """The end of the script. A thread that is still at work must not see the interpreter end: it would be unwound on its way out of
+        torch, which C++ answers with "terminate called without an active exception" and an abort.
+        """
+        self.end(self.patience)
+        if self.thread.is_alive():
+            print(
+                f"the script has ended, and what it submitted was still under way {self.patience:g} s later: it is given up. Wait for the "
+                "last result, or close the service, before the script ends",
+                file=sys.stderr,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _alone(self) -> bool:
         return distributed.world() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rl.errors import UserError
 from rl.learner import LearnerSettings
 
 
@@ -21,6 +22,18 @@ class SamplerSettings:
     router_replay: bool = False
     cache: str = "auto"
     tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp > 1 and self.kind == "hf":
+            raise UserError(
+                f"sampler_tp {self.tp} splits what the fast decoder samples (the Llama and Qwen families), and the sampler is hf, the "
+                "model's own forward: leave sampler_tp at 1, or the sampler at auto"
+            )
+        if self.tp > 1 and self.cache == "paged":
+            raise UserError(
+                f"sampler_cache paged goes by itself, and the processes of sampler_tp {self.tp} wait for each other at every step: leave "
+                "sampler_cache at auto, or sampler_tp at 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rl.memory.plan import (
 )
 from rl.memory.roles import plan_sampler, staged
 from rl.memory.step import micro_batch, sampled_at_once
+from rl.memory.teams import check_team_holds
 from rl.memory.trace import Arithmetic, Skeleton
 from rl.memory.traces import Traces, follow
 
@@ -28,6 +29,7 @@ __all__ = [
     "Skeleton",
     "Traces",
     "Work",
+    "check_team_holds",
     "follow",
     "micro_batch",
     "plan",

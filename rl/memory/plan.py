@@ -36,7 +36,8 @@ class ModelShape:
     FSDP2 puts together as one; `matrices`, `linears`: numbers in frozen matrices, which a base in bf16 has in bf16, and in those that a
     base in 4 bit has in 4 bit; `windowed`: some layers do not look at everything, or positions cannot be given, so that rows are padded;
     `caching`: layers that keep keys and values (None: all), the others of a hybrid keep a state of one size; `idle`: numbers in the experts
-    that a token does not go to; `seeing`: in the vision tower and what joins it to the text, of which `seeing_trained` are trained.
+    that a token does not go to; `seeing`: in the vision tower and what joins it to the text, of which `seeing_trained` are trained;
+    `unsplit`, `unsplit_adapters`: numbers, of the model and of its adapters, that each rank of a team holds all of (rl.sampler.split).
     """
 
     name: str
@@ -62,6 +63,8 @@ class ModelShape:
     idle: int = 0
     seeing: int = 0
     seeing_trained: int = 0
+    unsplit: int = 0
+    unsplit_adapters: int = 0
 
     @property
     def active(self) -> int:
@@ -104,7 +107,7 @@ class Launch:
     """Where a run runs. `zero`: DeepSpeed's stage, None without it; `offload`: the optimizer lives in CPU memory; `fsdp`: FSDP2.
 
     `base`: what frozen matrices are held in; `optimizer`: how AdamW keeps its moments (both as the settings call it);
-    `in_parts`: a sharded model is read so (rl.models.may_stay_unread).
+    `in_parts`: a sharded model is read so (rl.models.may_stay_unread); `team`: so many ranks hold a sampler together (`sampler_tp`).
     """
 
     cuda: bool
@@ -117,6 +120,7 @@ class Launch:
     base: str = "fp32"
     optimizer: str = "adamw"
     in_parts: bool = False
+    team: int = 1
 
     @property
     def compute_bytes(self) -> int:
@@ -248,17 +252,22 @@ def learner(shape: ModelShape, launch: Launch) -> Item:
 
 
 def sampler_copy(shape: ModelShape, launch: Launch) -> float:
-    """Whole on every GPU, in bf16 where that is what is computed in; adapters unmerged, in fp32."""
-    return (BF16 if launch.bf16 else FP32) * (shape.parameters - shape.adapters) + FP32 * shape.adapters
+    """On every GPU, in bf16 where that is what is computed in; adapters unmerged, in fp32. Whole, or a rank's part of a team's."""
+    own, adapters = float(shape.parameters - shape.adapters), float(shape.adapters)
+    if launch.team > 1:
+        own = (own - shape.unsplit) / launch.team + shape.unsplit
+        adapters = (adapters - shape.unsplit_adapters) / launch.team + shape.unsplit_adapters
+    return launch.compute_bytes * own + FP32 * adapters
 
 
 # ------------------------------------------------------------------------------------------------------ what comes and goes
 
 
 def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
-    """Keys and values of every layer: prompts once for their group (the generic decoder: once for every row)."""
+    """Keys and values of every layer: prompts once for their group (the generic decoder: once for every row); of a team's rank its heads'.
+    """
     layers = shape.layers if shape.caching is None else shape.caching
-    per_token = 2 * layers * shape.key_heads * shape.head_width * (BF16 if launch.bf16 else FP32)
+    per_token = 2 * layers * shape.key_heads * shape.head_width * launch.compute_bytes / launch.team
     tokens = work.prompts * work.prompt + work.rows * (work.answer - 1)
     return per_token * (tokens if shape.fast else tokens + work.rows * work.prompt)
 
@@ -267,14 +276,15 @@ def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:
     """The larger of: reading prompts, a batch of them through one layer; drawing a token for every row.
 
     Drawing holds fp32 [rows, V] four times (logits, over temperature, exp, padded to blocks) and [prompts, V] of last logits;
-    attention over shared prompts holds its scores in parts, whole, and as probabilities.
+    attention over shared prompts holds its scores in parts, whole, and as probabilities. A team's rank has its heads and columns of a
+    layer, and all logits.
     """
-    size = BF16 if launch.bf16 else FP32
+    size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
-    width = shape.heads * shape.head_width
-    reading = size * tokens * (2 * shape.hidden + 3 * shape.mlp + 6 * width)
+    heads, mlp = shape.heads / launch.team, shape.mlp / launch.team
+    reading = size * tokens * (2 * shape.hidden + 3 * mlp + 6 * heads * shape.head_width)
     drawing = FP32 * shape.vocab * (4 * work.rows + work.prompts)
-    attending = work.rows * shape.heads * (work.prompt + work.answer) * (3 * FP32 + size)
+    attending = work.rows * heads * (work.prompt + work.answer) * (3 * FP32 + size)
     return max(reading, drawing, attending) if work.samples else 0.0
 
 

@@ -26,7 +26,7 @@ from rl.learner import HeadRequest, LogprobHead
 from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
 from rl.memory.storages import Course, Storages
 from rl.models import LoadedModel, add_lora, attention_mask_for, belongs_to_eyes, inner_model, load_skeleton, unadapted_share
-from rl.sampler import Unsupported, check_supported, frozen_matrices, lower_frozen_
+from rl.sampler import Unsupported, check_supported, frozen_matrices, held_whole, lower_frozen_
 from rl.types import LoraConfig
 
 HEAD_BLOCKS = 32 << 20  # bytes: the blocks of scores that kernels.linear_logprob goes through the vocabulary with, off CUDA
@@ -72,10 +72,10 @@ class Skeleton:
                 self._depth = self._two[1]
                 first_layers_(loaded.model, self._layers, self._depth)
             self._loaded = loaded if lora is None else add_lora(loaded, lora, unadapted=share)
-        numbers = _numbers(self._loaded.model)
+        numbers = _numbers(self._loaded.model, fast)
         if self._two is not None and cut:
             with self._first(self._two[0]):
-                shorter = _numbers(self._loaded.model)
+                shorter = _numbers(self._loaded.model, fast)
             numbers = {name: n + (self._times - 1) * (n - shorter[name]) for name, n in numbers.items()}
         self.shape = _shape(self._loaded, numbers, described, fast)
 
@@ -175,8 +175,9 @@ def _is_fast(model: Any) -> bool:
     return True
 
 
-def _numbers(model: Any) -> dict[str, int]:
+def _numbers(model: Any, fast: bool) -> dict[str, int]:
     """What a model with more layers has more of: see `ModelShape`."""
+    unsplit, unsplit_adapters = held_whole(model) if fast else (0, 0)
     parameters = dict(model.named_parameters())
     frozen, head = dict(frozen_matrices(model)), {id(p) for p in model.get_output_embeddings().parameters()}
     linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
@@ -189,6 +190,8 @@ def _numbers(model: Any) -> dict[str, int]:
         "seeing_trained": sum(p.numel() for n, p in parameters.items() if belongs_to_eyes(n) and p.requires_grad),
         "matrices": sum(p.numel() for p in frozen.values()),
         "linears": sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
+        "unsplit": unsplit,
+        "unsplit_adapters": unsplit_adapters,
     }
 
 

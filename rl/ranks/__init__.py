@@ -6,7 +6,7 @@ from rl.ranks.checkpoint import below
 from rl.ranks.interrupts import INTERRUPTED, Stopped, StopRequest, end_with_the_launcher
 from rl.ranks.launch import asks_for_fsdp, make_accelerator, zero_settings
 from rl.ranks.roles import called, check_roles, take_role
-from rl.ranks.teams import check_divides, check_team
+from rl.ranks.teams import check_apart_from_roles, check_divides, check_team
 
 __all__ = [
     "INTERRUPTED",
@@ -15,6 +15,7 @@ __all__ = [
     "asks_for_fsdp",
     "below",
     "called",
+    "check_apart_from_roles",
     "check_divides",
     "check_roles",
     "check_team",

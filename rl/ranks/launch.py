@@ -108,12 +108,15 @@ def _refuse_before_start(asked: int) -> None:
 
 def _with_deepspeed(bf16: bool, precision: str, handlers: list[Any], timeout_seconds: float) -> Any:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin
     from deepspeed.utils import groups
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     _build_nothing()
+    if AcceleratorState._shared_state and AcceleratorState().deepspeed_plugins is not None:  # of an earlier service of the same script
+        return Accelerator(mixed_precision=precision)
     plugin = DeepSpeedPlugin(hf_ds_config=engine_config(_asked_config(), bf16=bf16), zero3_init_flag=False)
     accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
     if distributed.world() > 1:

@@ -14,19 +14,24 @@ def check_team(sampler_tp: int, sampler_ranks: int = 0) -> None:
     whole("sampler_tp", sampler_tp, "a whole number of processes that hold the sampler's weights together, 1 where each holds all", least=1)
     if sampler_tp == 1:
         return
-    if sampler_ranks:
-        raise UserError(
-            f"sampler_tp {sampler_tp} and sampler_ranks {sampler_ranks} do not go together: ranks that only sample hold all weights each. "
-            "Leave out the one or the other"
-        )
+    check_apart_from_roles(sampler_tp, sampler_ranks)
     started = max(distributed.world(), int(os.environ.get("WORLD_SIZE", "1")))
     if started == 1:
         raise UserError(
             f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} processes of a machine, and one was started: start as "
             f"many, as in `accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes {sampler_tp} train.py ...`, or "
-            "leave it out"
+            "set sampler_tp to 1"
         )
     check_divides(sampler_tp, min(started, int(os.environ.get("LOCAL_WORLD_SIZE", started))))
+
+
+def check_apart_from_roles(sampler_tp: int, sampler_ranks: int) -> None:
+    """UserError where teams are asked for in a launch some of whose processes only sample."""
+    if sampler_tp > 1 and sampler_ranks:
+        raise UserError(
+            f"sampler_tp {sampler_tp} and sampler_ranks {sampler_ranks} do not go together: ranks that only sample hold all weights each. "
+            "Leave out the one or the other"
+        )
 
 
 def check_divides(sampler_tp: int, per_node: int) -> None:

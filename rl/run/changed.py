@@ -16,12 +16,12 @@ FREE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "wa
                 "self_test", "replay", "plan", "plan_gpus", "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change")  # fmt: skip
 # Of a stage: how its work is cut up, what is looked at, kept and waited for. No gradient and no sample depends on them (but for rounding).
 FREE = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib", "kv_cache_tokens", "max_rows",
-        "sampler_cache",
+        "sampler_cache", "sampler_tp",
         "sampler_ranks", "eval_every", "save_every",
         "rollouts_every", "keep_last", "keep_best", "keep_best_mode", "reward_timeout", "reward_workers", "reward_env")  # fmt: skip
 # Of FREE, those on which a result's rounding depends: one of them where sums are cut, and a checkpoint has caches read again.
 ROUNDS = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib", "kv_cache_tokens", "max_rows",
-          "save_every")  # fmt: skip
+          "sampler_tp", "save_every")  # fmt: skip
 CHANGES = "changes"  # in config.json
 
 

@@ -28,7 +28,7 @@ class At(Protocol):
 
 
 def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, stages: Sequence[Prepared]) -> None:
-    info = policy.info
+    info, settings = policy.info, worker_settings(run.stages)
     trained = "all weights" if info["lora_rank"] is None else f"LoRA rank {info['lora_rank']}, {compact(info['trainable_parameters'])}"
     if info["lora_rank"] is not None and info["base_dtype"] != "fp32":
         trained += f" on a base in {info['base_dtype']}"
@@ -39,7 +39,7 @@ def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, 
         {
             "stages": " -> ".join(f"{s.name} ({s.settings.loop.steps} steps)" for s in run.stages),
             "model": f"{info['base_model']}, {compact(info['parameters'])} parameters ({trained})",
-            "device": f"{info['device']}, {info['dtype']}, {_processes(info['world'], worker_settings(run.stages).sampler_ranks)}",
+            "device": f"{info['device']}, {info['dtype']}, {_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",
             **({"programs in": kind} if (kind := found_out(stages).get("sandbox")) is not None else {}),
             "writes to": folder,
         },
@@ -48,8 +48,10 @@ def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, 
         console.warn(text)
 
 
-def _processes(world: int, samplers: int) -> str:
+def _processes(world: int, samplers: int, together: int = 1) -> str:
     counted = f"{world} process{'es' if world > 1 else ''}"
+    if together > 1:
+        return f"{counted}, every {together} of which hold a sampler together"
     return f"{counted} that learn{'s' if world == 1 else ''}, {samplers} that sample{'s' if samplers == 1 else ''}" if samplers else counted
 
 

@@ -23,7 +23,7 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
             router_aux_loss_coef=model.router_aux_loss_coef,
         )  # fmt: skip
         limits = (sampling.kv_cache_tokens, sampling.max_rows)
-        sampler = SamplerSettings(*limits, sampling.sampler, model.router_replay, sampling.sampler_cache)
+        sampler = SamplerSettings(*limits, sampling.sampler, model.router_replay, sampling.sampler_cache, sampling.sampler_tp)
         found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     ranks = {flow.sampler_ranks for plan in stages if isinstance(flow := getattr(plan.settings, "flow", None), FlowSettings)}
     if len(ranks) > 1:
@@ -31,7 +31,7 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
     if any(settings != found[0] for settings in found):
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, gradient_checkpointing, optimizer, router_replay, "
-            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler and sampler_cache hold for the whole run: "
+            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_cache and sampler_tp hold for the whole run: "
             "set them at the recipe's top level or on the line"
         )
     return replace(found[0], sampler_ranks=max(ranks, default=0))

@@ -15,7 +15,7 @@ from rl.memory import ROOM, Launch
 from rl.methods import METHODS
 from rl.run.origins import settled
 from rl.run.plan_changes import ahead, remedies, shown, together
-from rl.run.plan_needs import TRACES, launch_of, needs_of
+from rl.run.plan_needs import TRACES, CannotSplit, launch_of, needs_of, nothing
 from rl.run.plan_page import Device, StageNeeds, gib, print_plans
 from rl.settings import Run
 
@@ -55,19 +55,22 @@ def _show(run: Run) -> None:
 def check(run: Run, warn: Callable[[str], None]) -> None:
     """At the start of a run on a GPU, before weights are loaded: warns of what may not fit.
 
-    Raises UserError for what cannot, whatever the prompts and answers: weights, optimizer and sampler's copy alone. A model that
-    cannot be planned is let through.
+    Raises UserError for what cannot, whatever the prompts and answers: weights, optimizer and sampler's copy alone; on any device for a
+    sampler that so many processes cannot hold together. A model that cannot be planned is let through.
     """
     _check_batches(run)
     options = run.options
     launch, device = launch_of(options, run.stages[0].settings.model.precision)
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if not cuda and all(stage.settings.sampling.sampler_tp == 1 for stage in run.stages):
         return
     try:
-        stages = needs_of(run, launch, options.plan_prompt_tokens)
+        stages = needs_of(run, launch, options.plan_prompt_tokens, holds=None if cuda else nothing)
+    except CannotSplit:
+        raise
     except UserError:
         return
-    for needs in stages:
+    for needs in stages if cuda else ():
         stays = sum(min(item.sample, item.train, item.update) for item in needs.plan.items)
         if stays > device.memory:
             raise UserError(_shortage(needs, device) + " --plan says what to change." + _ceiling(needs, device))
@@ -116,4 +119,7 @@ def _ceiling(needs: StageNeeds, device: Device) -> str:
     copy = next(item.train for item in needs.plan.items if item.name.startswith("sampler"))
     if copy <= ROOM * device.memory:
         return ""
-    return f"\nThe sampler's copy alone is {gib(copy)}, whole on every GPU: no sharding of the learner helps, larger GPUs do."
+    if needs.launch.team > 1:
+        return f"\nA GPU's part of the sampler's copy alone is {gib(copy)}: a larger --sampler-tp helps, or larger GPUs."
+    what = "no sharding of the learner helps; --sampler-tp does, or larger GPUs"
+    return f"\nThe sampler's copy alone is {gib(copy)}, whole on every GPU: {what}."

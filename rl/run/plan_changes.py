@@ -11,7 +11,7 @@ from rl.memory import Launch
 from rl.run.plan_needs import TRACES, needs_of, nothing, runs_of
 from rl.settings import Run
 
-CACHE = "kv_cache_tokens"  # the setting, and the kind of change
+CACHE, TEAM = "kv_cache_tokens", "sampler_tp"  # settings, and kinds of change of which the least that is enough is told
 HELPS = 0.98  # of a peak: a change that leaves more than that of it is none
 
 
@@ -65,7 +65,28 @@ def _candidates(run: Run, launch: Launch) -> list[Change]:
         gpus = max(launch.world, 8)
         found += [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > (3 if launch.fsdp else launch.zero or 0) or gpus > launch.world]
         found += [_sharding(3, gpus, offload=True)] * (not launch.offload)
+        found += _teams(run, launch, gpus)
     return found
+
+
+def _teams(run: Run, launch: Launch, gpus: int) -> list[Change]:
+    """Samplers that 2, 4 or 8 processes of a machine hold together, where the policy's heads and columns can be dealt out to them."""
+    settings, found = [stage.settings for stage in run.stages], []
+    for size in (2, 4, 8):
+        change = _setting("sampling", TEAM, size)
+        if launch.per_node % size:  # more processes have to be launched
+            change = replace(change, words=f"{change.words} on {gpus} GPUs", launch=_launched(gpus, size))
+        try:
+            needs_of(run, change.launch(launch), 1, [change.settings(one) for one in settings], nothing)
+        except ValueError:  # these settings, this model or so many processes do not go with it
+            continue
+        found += [change] * (size > max(one.sampling.sampler_tp for one in settings))
+    return found
+
+
+def _launched(gpus: int, size: int) -> Callable[[Launch], Launch]:
+    """On so many GPUs, where those of a machine are no whole number of teams."""
+    return lambda launch: replace(launch, world=gpus, per_node=min(gpus, 8)) if launch.per_node % size else launch
 
 
 def _smaller_caches(run: Run) -> list[int]:
@@ -109,7 +130,7 @@ def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], r
         if lower < HELPS * peak:
             taken, peak = tried, lower
         if peak <= room:
-            return _with_the_largest_cache(run, launch, prompt, taken, changes, room)
+            return _no_more_than_needed(run, launch, prompt, taken, changes, room)
     return [], peak
 
 
@@ -118,25 +139,31 @@ def _with(taken: Sequence[Change], change: Change) -> list[Change]:
     return [*(other for other in taken if other.kind != change.kind), change]
 
 
-def _with_the_largest_cache(
+def _no_more_than_needed(
     run: Run, launch: Launch, prompt: int, taken: list[Change], changes: Sequence[Change], room: float
 ) -> tuple[list[Change], float]:
-    """What was taken together, with the largest of the caches that still fit beside it, and the peak."""
-    others = [change for change in taken if change.kind != CACHE]
-    caches = sorted((change for change in changes if change.kind == CACHE), key=lambda change: -change.peak)
-    for mine in ([], *([cache] for cache in caches)):
-        peak = _peak(run, launch, prompt, [*others, *mine], room)
+    """What was taken together, with the smallest team and the largest of the caches that still fit beside it, and the peak."""
+    others = [change for change in taken if change.kind not in (CACHE, TEAM)]
+    caches = [[], *([cache] for cache in _least_first(changes, CACHE))]
+    teams = [[], *([team] for team in _least_first(changes, TEAM))]
+    for team, cache in ((team, cache) for team in teams for cache in caches):
+        peak = _peak(run, launch, prompt, [*others, *team, *cache], room)
         if peak <= room:
-            return [*others, *mine], peak
+            return [*others, *team, *cache], peak
     raise AssertionError("what was taken fits")
 
 
+def _least_first(changes: Sequence[Change], kind: str) -> list[Change]:
+    return sorted((change for change in changes if change.kind == kind), key=lambda change: -change.peak)
+
+
 def shown(changes: Sequence[Change], room: float) -> list[Change]:
-    """The changes to be told: of several sizes of the cache the largest that fits, or where none does the one that helps most."""
-    caches = [change for change in changes if change.kind == CACHE]
-    fitting = [change for change in caches if change.peak <= room]
-    best = max(fitting, key=lambda change: change.peak) if fitting else min(caches, key=lambda change: change.peak, default=None)
-    return [change for change in changes if change.kind != CACHE or change is best]
+    """The changes to be told: of several caches or teams the one that changes least and fits, or where none does that helps most."""
+    best = []
+    for kind in (CACHE, TEAM):
+        ordered = _least_first(changes, kind)
+        best += [next((change for change in ordered if change.peak <= room), ordered[-1])] if ordered else []
+    return [change for change in changes if change.kind not in (CACHE, TEAM) or change in best]
 
 
 def _peak(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], bound: float = math.inf) -> float:

@@ -21,6 +21,7 @@ from rl.memory import (
     Plan,
     Traces,
     Work,
+    check_team_holds,
     micro_batch,
     plan,
     plan_sampler,
@@ -29,7 +30,7 @@ from rl.memory import (
 )
 from rl.methods import METHODS
 from rl.models import PARTS, may_stay_unread, root_of
-from rl.ranks import asks_for_fsdp, zero_settings
+from rl.ranks import asks_for_fsdp, check_apart_from_roles, check_divides, zero_settings
 from rl.run.beginnings import begins_after
 from rl.run.origins import goes_on, origin_of
 from rl.run.plan_page import Device, StageNeeds
@@ -98,6 +99,7 @@ def _needs(
     samplers, launch = _sides(settings, launch)
     shape = TRACES.shape((model.base_model, model.tokenizer, _lora(model)))
     sampling, optim, loop = settings.sampling, settings.optim, settings.loop
+    team = _team(sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch)
     hooks = METHODS[stage.method].hooks(settings)
     group = hooks.group_size if hooks.online else 1
     if shape.max_context is not None:
@@ -107,13 +109,14 @@ def _needs(
         groups=max(1, loop.batch_size // optim.num_substeps), group=group, prompt=prompt, answer=sampling.max_tokens,
         budget=optim.token_budget, layout=layout, world=launch.world, hidden=shape.hidden,
     )  # fmt: skip
-    budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": (samplers or launch).world}
+    budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": (samplers or launch).world // team}
     lengths = {"prompt": prompt, "answer": sampling.max_tokens}
     drawn = [sampled_at_once(groups=settings.data.eval_limit, group=1, **lengths, **budgets)] if loop.eval_every else []
     drawn += [sampled_at_once(groups=loop.batch_size, group=group, **lengths, **budgets)] if hooks.online else []
     prompts, rows = max(drawn, key=lambda pair: pair[1], default=(0, 0))
     work = Work(batch=batch, samples=bool(drawn), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens)
-    launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=may_stay_unread(model.base_model))
+    unread = may_stay_unread(model.base_model)
+    launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=unread, team=team)
     others, method = _others(stage.method, settings, shape), METHODS[stage.method]
     if method.keeps_beginning(settings) and not fresh_adapter:
         others.append(shape)
@@ -142,13 +145,41 @@ def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
     return whole, replace(launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node))
 
 
+class CannotSplit(UserError):
+    """A sampler that so many processes cannot hold together."""
+
+
+def _team(sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: Launch) -> int:
+    """So many processes hold a sampler of that model together. Raises CannotSplit."""
+    if sampler_tp == 1:
+        return 1
+    try:
+        check_apart_from_roles(sampler_tp, sampler_ranks)
+        if launch.world == 1:
+            raise UserError(
+                f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} processes of a machine, and this is one: launch "
+                f"as many (--plan-gpus {sampler_tp} plans for them), or set it to 1"
+            )
+        check_divides(sampler_tp, launch.per_node)
+        check_team_holds(shape, sampler_tp)
+    except UserError as error:
+        raise CannotSplit(str(error)) from error
+    return sampler_tp
+
+
 def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
-    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy."""
+    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy.
+
+    A reward model is read as a learner is, which no team splits.
+    """
+    reads_whole = getattr(getattr(settings, "learned", None), "reward_model", None)
     shapes = []
     for target in METHODS[method].weights(settings):
         folder = Path(target).expanduser()
         named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
-        shapes.append(TRACES.shape((target, settings.model.tokenizer, None)) if named else policy)
+        shape = TRACES.shape((target, settings.model.tokenizer, None)) if named else policy
+        whole = replace(shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters)
+        shapes.append(whole if target == reads_whole else shape)
     return shapes
 
 

@@ -76,7 +76,9 @@ def _remarks(needs: StageNeeds) -> list[str]:
     laid = f"{batch.rows} rows of {batch.length} positions" + (" with a mask of their own" if batch.masked else "")
     lines = [f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of {work.answer}; a micro-batch is {laid}"]
     if work.samples:
-        lines.append(f"sampled at once: {work.rows} answers to {work.prompts} prompts")
+        team = needs.launch.team
+        together = f", by {team} processes that hold a sampler together, each its part of weights and cache" if team > 1 else ""
+        lines.append(f"sampled at once: {work.rows} answers to {work.prompts} prompts{together}")
     lines += [f"CPU memory of a machine: {gib(size)} for {what}" for what, size in needs.plan.host]
     return lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,17 @@ class Weights:
         stage_seed = 0 if self.run is None else derive_seed(self.run.options.seed, self.stage_index or 0)
         return derive_seed(stage_seed, "test")
 
-    def service(self, seed: int = 0) -> ServiceClient:
-        """A service with the run's own precision and sampler, so that the same weights draw the same samples."""
-        from rl.clients import ServiceClient
+    def service(self, seed: int = 0, sampler_tp: int = 1) -> ServiceClient:
+        """A service with the run's own precision and sampler, so that the same weights draw the same samples.
+
+        What of the run's was of its launch (`sampler_ranks`, `sampler_tp`) is not asked of this one, which may be of one process.
+        """
+        from rl.clients import ServiceClient, WorkerSettings
         from rl.run.device_side import worker_settings
 
-        return ServiceClient(seed=seed, settings=worker_settings(self.run.stages) if self.run is not None else None)
+        settings = worker_settings(self.run.stages) if self.run is not None else WorkerSettings()
+        settings = replace(settings, sampler_ranks=0, sampler=replace(settings.sampler, tp=sampler_tp))
+        return ServiceClient(seed=seed, settings=settings)
 
     def sampler(self, service: ServiceClient) -> SamplingClient:
         """Loads them. UserError where they cannot be."""

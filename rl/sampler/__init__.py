@@ -9,7 +9,7 @@ responses = engine.run()
 from rl.sampler.attention import without_cudnn
 from rl.sampler.choice import make_engine
 from rl.sampler.decoder import Decoder
-from rl.sampler.decoder_fast import check_supported
+from rl.sampler.decoder_fast import check_supported, held_whole
 from rl.sampler.engine import Engine
 from rl.sampler.engine_paged import PagedEngine
 from rl.sampler.engine_stepped import SteppedEngine
@@ -20,6 +20,7 @@ from rl.sampler.precision import frozen_matrices, lower_frozen_
 from rl.sampler.prompt_logprobs import score
 from rl.sampler.requests import Request
 from rl.sampler.routed import RoutedEngine, note_experts
+from rl.sampler.split import check_counts
 from rl.sampler.weights import Unsupported
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "RoutedEngine",
     "SteppedEngine",
     "Unsupported",
+    "check_counts",
     "check_supported",
     "frozen_matrices",
+    "held_whole",
     "length_switch",
     "lower_frozen_",
     "make_base",

@@ -6,6 +6,7 @@ Proved equal to `decoder_hf` in the tests.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,32 +114,67 @@ def check_supported(base: Any) -> None:
         raise Unsupported(f"rope over {len(rope.inv_freq) * 2} of {head_width} channels")
 
 
+def held_whole(model: Any) -> tuple[int, int]:
+    """(numbers of a model that passes `check_supported`, of its adapters) of which every rank of a team holds all.
+
+    No weight is read.
+    """
+    plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
+    builder = Builder(model, torch.float32, torch.device("meta"), team=_Planned())
+    _read_weights(plain, builder)
+    whole = {(piece.buffer, piece.start): (name, piece) for name, piece in builder.weights.pieces.items() if piece.cut.stop is None}
+    sizes = {name: math.prod(piece.whole) for name, piece in whole.values()}
+    adapters = sum(size for name, size in sizes.items() if "lora_" in name)
+    return sum(sizes.values()) - adapters, adapters
+
+
+class _Planned:
+    """A team that is not there: for what its ranks would hold."""
+
+    rank, size = 0, 2
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    first_ = sum_
+
+
 def _read_architecture(base: Any, builder: Builder) -> Architecture:
     """Copy every weight into the builder's buffers and note where it went."""
-    config, embedding = base.config, unwrap(base.model.embed_tokens)
+    config = base.config
+    ranks = 1 if builder.team is None else builder.team.size
+    return Architecture(
+        **_read_weights(base, builder),
+        heads=config.num_attention_heads // ranks,
+        key_heads=config.num_key_value_heads // ranks,
+        head_width=base.model.layers[0].self_attn.head_dim,
+        eps=config.rms_norm_eps,
+        inv_freq=base.model.rotary_emb.inv_freq.detach().float().cpu(),
+        rope_scale=float(base.model.rotary_emb.attention_scaling),
+        vocab_size=unwrap(base.model.embed_tokens).base.weight.shape[0],
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def _read_weights(base: Any, builder: Builder) -> dict[str, Any]:
+    """The fields of an `Architecture` that say where weights went."""
+    embedding = unwrap(base.model.embed_tokens)
     embed = builder.tensor("embed", embedding.base.weight, 0)
     adapter = None
     if embedding.lora_a is not None and embedding.lora_b is not None:
         a_key, b_key = builder.adapter("embed.lora_a", embedding.lora_a, 1), builder.adapter("embed.lora_b", embedding.lora_b)
         adapter = (a_key, b_key, embedding.scale)
-    first = base.model.layers[0].self_attn
-    ranks = 1 if builder.team is None else builder.team.size
     tied = unwrap(base.lm_head).base.weight is embedding.base.weight
-    return Architecture(
-        layers=tuple(_read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)),
-        embed=embed,
-        embed_adapter=adapter,
-        norm=builder.tensor("norm", base.model.norm.weight),
-        head=builder.projection("head", [base.lm_head], tied_to=embed if tied else None),
-        heads=config.num_attention_heads // ranks,
-        key_heads=config.num_key_value_heads // ranks,
-        head_width=first.head_dim,
-        eps=config.rms_norm_eps,
-        inv_freq=base.model.rotary_emb.inv_freq.detach().float().cpu(),
-        rope_scale=float(base.model.rotary_emb.attention_scaling),
-        vocab_size=embedding.base.weight.shape[0],
-        max_positions=config.max_position_embeddings,
-    )
+    return {
+        "layers": tuple(_read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)),
+        "embed": embed,
+        "embed_adapter": adapter,
+        "norm": builder.tensor("norm", base.model.norm.weight),
+        "head": builder.projection("head", [base.lm_head], tied_to=embed if tied else None),
+    }
 
 
 def _read_layer(key: str, layer: Any, builder: Builder) -> LayerSpec:

@@ -81,16 +81,17 @@ def once(team: Team | None) -> Cut:
 
 def check_splits(config: Any, team: Team) -> None:
     """UserError where a model's heads or MLP columns cannot be dealt out evenly over the team."""
-    counts = {
-        "query heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "MLP columns": config.intermediate_size,
-    }
-    odd = [f"{count} {name}" for name, count in counts.items() if count % team.size]
+    check_counts(team.size, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+
+
+def check_counts(size: int, heads: int, key_heads: int, columns: int) -> None:
+    """`check_splits` of numbers, and of a team of so many."""
+    counts = {"query heads": heads, "key-value heads": key_heads, "MLP columns": columns}
+    odd = [f"{count} {name}" for name, count in counts.items() if count % size]
     if odd:
-        fitting = [k for k in range(1, team.size) if not any(count % k for count in counts.values())]
+        fitting = [k for k in range(1, size) if not any(count % k for count in counts.values())]
         raise UserError(
-            f"sampler_tp {team.size} does not divide this model's {', '.join(odd)}: each rank holds as many as every other. "
+            f"sampler_tp {size} does not divide this model's {', '.join(odd)}: each rank holds as many as every other. "
             f"Smaller ones that do: {', '.join(map(str, fitting))}"
         )
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl.clients import ServiceClient
+from rl.clients import SamplerSettings, ServiceClient, WorkerSettings
 from rl.errors import UserError
+from rl.memory import Skeleton, check_team_holds
 from rl.serve.app import JsonLines, make_app
 from rl.serve.book import Book
 from rl.serve.chat_routes import routes as openai_routes
@@ -56,6 +57,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         durable=args.durable,
         renderer=args.renderer,
         limits=Limits(**given),
+        worker=WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp)),
     )
 
 
@@ -75,6 +77,9 @@ class Served:
         book = Book(settings.output_dir, settings.limits)
         if book.found_there() and not settings.resume:
             raise UserError(f"{settings.output_dir} holds what another server wrote: --resume goes on with it, or give another folder")
+        together = settings.worker.sampler.tp
+        for base in settings.bases if together > 1 else ():  # before anything is loaded
+            check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, together)
         worker = replace(settings.worker, share_bases=True)
         desk = Desk(ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker), settings)
         tenants, promises = Tenants(desk, book), Promises(settings.limits.result_seconds)

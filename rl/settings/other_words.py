@@ -67,6 +67,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     "resume_from_checkpoint": ("resume", "with --output-dir; from the newest checkpoint"),
     "use_vllm": ("", "the sampler is in the same process"),
     "vllm_gpu_memory_utilization": ("kv_cache_tokens", "the KV cache in tokens"),
+    "tensor_parallel_size": ("sampler_tp", "of the sampler; the learner is sharded by its launch"),
+    "vllm_tensor_parallel_size": ("sampler_tp", ""),
     "enforce_eager": ("sampler_cache", "plain: no graphs"),
     "num_train_epochs": ("steps", "batches; rows / batch_size of them are an epoch"),
     "disable_dropout": ("", "nothing drops out here, ever"),

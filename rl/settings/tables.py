@@ -158,6 +158,8 @@ class SamplingSettings:
     """fast: own decoder (Llama and Qwen families); hf: the model's own forward; auto: fast where it is proved equal."""
     sampler_cache: Literal["auto", "plain", "paged"] = "auto"
     """paged: the cache in pages, and on a GPU graphs of several steps (fast decoder alone); plain: a rectangle a batch; auto: on a GPU paged where a trial gave the same samples, else plain."""
+    sampler_tp: Annotated[int, Range(1, 1024, why="1 is a whole copy on each process")] = 1
+    """So many processes of a machine, one after the other in rank, hold the sampler's copy of the weights and its cache together, each its heads and columns (fast decoder alone), and sample together; kv_cache_tokens and max_rows are then of all of them. 1: each holds a whole copy. For a model whose copy fits no single GPU."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -171,6 +173,14 @@ class SamplingSettings:
         if self.sampler_cache == "paged" and self.sampler == "hf":
             raise ValueError(
                 "sampler_cache paged is of the fast decoder, and sampler is hf, the model's own forward: leave sampler_cache at auto, or sampler at auto or fast"
+            )
+        if self.sampler_tp > 1 and self.sampler == "hf":
+            raise ValueError(
+                f"sampler_tp {self.sampler_tp} splits what the fast decoder samples, and sampler is hf, the model's own forward: leave sampler_tp at 1, or sampler at auto or fast"
+            )
+        if self.sampler_tp > 1 and self.sampler_cache == "paged":
+            raise ValueError(
+                f"sampler_cache paged goes by itself, and the processes of sampler_tp {self.sampler_tp} wait for each other at every step: leave sampler_cache at auto, or sampler_tp at 1"
             )
         if self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
