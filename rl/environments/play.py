@@ -209,8 +209,11 @@ class MessageEnv(Env):
         logs = {**turn.logs, **logs}
         if done:
             metrics |= self._totals(truncated)
-            seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": turn.logs_of}
-            return StepResult(turn.reward, True, metrics=metrics, logs=logs, truncated=truncated, **seats)
+            # who played is known of every game of several, so that older versions are rated whoever wrote it
+            who = {"players": [name or "policy" for name in self.players]} if len(self.players) > 1 else {}
+            logs_of = {seat: {**who, **turn.logs_of.get(seat, {})} for seat in range(len(self.players)) if seat != self.seat}
+            seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": logs_of}
+            return StepResult(turn.reward, True, metrics=metrics, logs={**who, **logs}, truncated=truncated, **seats)
         self._say(turn)
         observation, stop = self._prompt()
         return StepResult(turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards)
