@@ -147,7 +147,11 @@ def finished(builders: Sequence[EnvGroupBuilder], episodes: Sequence[Playing]) -
             trajectories = [found for episode in group if (found := _of_seat(episode, seat)) is not None]
             if not trajectories:
                 continue  # the policy had no turn there
-            extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(trajectories)
+            try:
+                extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(trajectories)
+            except EpisodeFailed as failed:  # what compares a group has failed: the group is left out, and counted by its episodes
+                errors += [str(failed)] * len(trajectories)
+                continue
             tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
             groups.append(TrajectoryGroup(trajectories, [r for r, _ in extra], [m for _, m in extra], tag, builder.problem_index))
     return groups, errors
