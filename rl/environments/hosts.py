@@ -14,6 +14,7 @@ from rl.environments.tools import Call, Tool, as_tool, run_calls
 from rl.types import Message
 
 MOST_CHARACTERS = 1_000_000  # of what an environment says at once
+BY_SEAT = ("rewards", "metrics_of", "logs_of")  # of a Turn: what other seats get of it
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def characters(messages: Any) -> int:
     if isinstance(messages, str):
         return len(messages)
     said = [m.get("content") for m in messages if isinstance(m, Mapping)] if isinstance(messages, Sequence) else []
-    return sum(len(text) for text in said if isinstance(text, str))
+    parts = [part.get("text") for one in said if isinstance(one, list) for part in one if isinstance(part, Mapping)]
+    return sum(len(text) for text in (*said, *parts) if isinstance(text, str))
 
 
 def as_json(found: Any) -> dict[str, Any]:
@@ -108,8 +110,8 @@ def as_json(found: Any) -> dict[str, Any]:
         return {"begun": as_json(found.said), "tools": dict(found.tools), "seats": list(found.seats)}
     if isinstance(found, Turn):
         names = ("reward", "done", "truncated", "metrics", "logs", "seat")
-        rewards = [[seat, earned] for seat, earned in found.rewards.items()]
-        return {"turn": {name: getattr(found, name) for name in names}, "said": found.messages, "rewards": rewards}
+        by_seat = {name: _by_seat(getattr(found, name)) for name in BY_SEAT}
+        return {"turn": {name: getattr(found, name) for name in names}, "said": found.messages, "by_seat": by_seat}
     return {"value": found}
 
 
@@ -120,5 +122,11 @@ def from_json(found: Mapping[str, Any]) -> Any:
     if "begun" in found:
         return Begun(from_json(found["begun"]), found["tools"], tuple(found["seats"]))
     if "turn" in found:
-        return Turn(messages=found["said"], rewards={seat: earned for seat, earned in found["rewards"]}, **found["turn"])
+        by_seat: dict[str, Any] = {name: dict(pairs) if isinstance(pairs, list) else pairs for name, pairs in found["by_seat"].items()}
+        return Turn(messages=found["said"], **by_seat, **found["turn"])
     return found["value"]
+
+
+def _by_seat(given: Any) -> Any:
+    """Pairs of a seat and what is its: JSON has no numbers for keys. What is no mapping stays what it is: it is looked at elsewhere."""
+    return [[seat, of_seat] for seat, of_seat in given.items()] if isinstance(given, Mapping) else str(given)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rl.environments.environment import Turn
-from rl.environments.hosts import MOST_CHARACTERS, Begun, Host, LocalHost, Task, characters, prepared
+from rl.environments.hosts import BY_SEAT, MOST_CHARACTERS, Begun, Host, LocalHost, Task, characters, prepared
 from rl.environments.problem import prompt_text
 from rl.environments.process import RemoteHost
 from rl.environments.registry import EnvironmentSpec
@@ -186,6 +186,8 @@ class MessageEnv(Env):
 
     def begun(self, given: Begun) -> tuple[ModelInput, Stop | None]:
         self.tools, self.players = given.tools, tuple(given.seats)
+        if not all(who is None or isinstance(who, str) for who in self.players):
+            raise self.failed(f"has the seats {plain_text(says_of(self.players), 100)}; None (the policy) or a player's name are expected")
         self._say(self._checked(given.said) if isinstance(given.said, Turn) else Turn(given.said))
         observation, stop = self._prompt()
         return self.group.the_same(observation), stop
@@ -207,8 +209,11 @@ class MessageEnv(Env):
         logs = {**turn.logs, **logs}
         if done:
             metrics |= self._totals(truncated)
-            seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": turn.logs_of}
-            return StepResult(turn.reward, True, metrics=metrics, logs=logs, truncated=truncated, **seats)
+            # who played is known of every game of several, so that older versions are rated whoever wrote it
+            who = {"players": [name or "policy" for name in self.players]} if len(self.players) > 1 else {}
+            logs_of = {seat: {**who, **turn.logs_of.get(seat, {})} for seat in range(len(self.players)) if seat != self.seat}
+            seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": logs_of}
+            return StepResult(turn.reward, True, metrics=metrics, logs={**who, **logs}, truncated=truncated, **seats)
         self._say(turn)
         observation, stop = self._prompt()
         return StepResult(turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards)
@@ -224,7 +229,7 @@ class MessageEnv(Env):
     def _say(self, turn: Turn) -> None:
         """Hands the turn's messages to the seat that acts next."""
         if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
-            raise self.failed(f"names the seat {turn.seat!r}; there are {len(self.players)}, from 0")
+            raise self.failed(f"names the seat {plain_text(says_of(turn.seat), 100)}; there are {len(self.players)}, from 0")
         self.seat = turn.seat
         messages = self._messages(turn.messages)
         if self.seat not in self.conversations:
@@ -242,7 +247,7 @@ class MessageEnv(Env):
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         if not isinstance(given, Sequence) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in given):
-            raise self.failed(f"gave {plain_text(repr(given), 200)}, which is neither a text nor a list of messages")
+            raise self.failed(f"gave {plain_text(says_of(given), 200)}, which is neither a text nor a list of messages")
         size = characters(given)
         if size > MOST_CHARACTERS:
             raise self.failed(f"said {size} characters at once; at most {MOST_CHARACTERS} are read")
@@ -258,22 +263,53 @@ class MessageEnv(Env):
 
     def _checked(self, given: Any) -> Turn:
         if not isinstance(given, Turn):
-            raise self.failed(f"answered with {plain_text(repr(given), 200)}; a Turn is expected")
-        numbers = {"reward": given.reward, **{f"metric {k!r}": v for k, v in given.metrics.items()}}
-        numbers |= {f"reward of seat {k}": v for k, v in given.rewards.items()}
-        for what, value in numbers.items():
-            if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
-                raise self.failed(f"gave the {what} {plain_text(repr(value), 100)}; a finite number is expected")
+            raise self.failed(f"answered with {plain_text(says_of(given), 200)}; a Turn is expected")
+        for name in ("metrics", "logs", *BY_SEAT):
+            if not isinstance(found := getattr(given, name), Mapping):
+                raise self.failed(f"gave the {name} {plain_text(says_of(found), 100)}; names and what they stand for are expected")
+        given.reward = self._number(given.reward, "reward")
+        given.metrics = self._numbers(given.metrics, "metric")
+        given.logs = self._json(given.logs)
+        given.rewards = {self._seat(k): self._number(v, f"reward of seat {k}") for k, v in given.rewards.items()}
+        given.metrics_of = {self._seat(k): self._numbers(v, f"metric of seat {k},") for k, v in given.metrics_of.items()}
+        given.logs_of = {self._seat(k): self._json(v) for k, v in given.logs_of.items()}
+        return given
+
+    def _number(self, given: Any, what: str) -> float:
         try:
-            given.logs = finite(dict(given.logs))
+            found = math.nan if isinstance(given, (str, bytes)) else float(given)
+        except Exception:  # boundary: whatever the environment's object does when it is to be a number
+            found = math.nan
+        if not math.isfinite(found):
+            raise self.failed(f"gave the {what} {plain_text(says_of(given), 100)}; a finite number is expected")
+        return found
+
+    def _numbers(self, given: Any, what: str) -> dict[str, float]:
+        if not isinstance(given, Mapping):
+            raise self.failed(f"gave the {what} {plain_text(says_of(given), 100)}; numbers by their names are expected")
+        return {str(key): self._number(value, f"{what} {key!r}") for key, value in given.items()}
+
+    def _json(self, given: Any) -> Any:
+        try:
+            return finite(dict(given))
         except (TypeError, ValueError, RecursionError) as error:
             raise self.failed(f"gave logs that are no JSON: {says(error, 200)}") from error
-        given.reward = float(given.reward)
-        given.metrics = {str(key): float(value) for key, value in given.metrics.items()}
+
+    def _seat(self, given: Any) -> int:
+        if not isinstance(given, int) or not 0 <= given < len(self.players):
+            raise self.failed(f"gives something to the seat {plain_text(says_of(given), 100)}; there are {len(self.players)}, from 0")
         return given
 
     def failed(self, what: str) -> EpisodeFailed:
         return EpisodeFailed(f"the environment {self.thread.name} {what}")
+
+
+def says_of(given: Any) -> str:
+    """repr(given), of an object that may refuse to say what it is."""
+    try:
+        return repr(given)
+    except Exception:  # boundary: the environment's own object
+        return f"an object of type {type(given).__name__}"
 
 
 @dataclass(frozen=True)

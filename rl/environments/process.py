@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import struct
@@ -25,6 +26,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from rl.environments.hosts import LocalHost, Task, as_json, from_json, prepared
 from rl.environments.registry import EnvironmentSpec, environment_from_address
@@ -111,6 +114,8 @@ class _Process:
     def _do(self, asked: Mapping[str, Any]) -> Any:
         if asked["do"] == "pid":
             return os.getpid()
+        if asked["do"] in ("share", "start"):
+            _seed_globals(asked["task"].seed)
         if asked["do"] == "share":
             self.shared = self._waited(prepared(self.spec, asked["task"]).share())
             return None
@@ -125,6 +130,12 @@ class _Process:
             return found
         self.loop = self.loop or asyncio.new_event_loop()
         return self.loop.run_until_complete(_awaited(found))
+
+
+def _seed_globals(seed: int) -> None:
+    """The generators that modules share, for environments that draw from these: else forked processes draw all alike, or all otherwise."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 async def _awaited(found: Any) -> Any:

@@ -71,6 +71,7 @@ class EnvironmentSpec:
     """A class of environments with its settings. `make()` gives one, for one episode.
 
     address  where the class is imported from, where it was named; in another process it is found there
+    own_rows no data set is named, and the environment is one that can do without (see `can_make_rows`)
     root     what forks processes for its episodes (see `rl.environments.process`); None: they run in this one
     """
 
@@ -78,6 +79,7 @@ class EnvironmentSpec:
     cls: type
     settings: Mapping[str, Any] = field(default_factory=dict)
     address: str | None = None
+    own_rows: bool = False
     root: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -100,7 +102,12 @@ class EnvironmentSpec:
 
     @property
     def needs_rows(self) -> bool:
-        return bool(self.make().needs_rows)  # settings may decide
+        return not self.own_rows and bool(self.make().needs_rows)  # settings may decide
+
+    @property
+    def can_make_rows(self) -> bool:
+        """Whether rows of a data set may be left out: objects of other makes say nothing of it, and may do without."""
+        return not issubclass(self.cls, Environment) and self.token_level is None
 
     @property
     def token_level(self) -> Callable[..., Any] | None:

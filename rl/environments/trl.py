@@ -4,49 +4,57 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 from rl.environments.environment import Environment, Turn
 from rl.errors import UserError
 from rl.types import Message
 
+_NO_TOOLS = ("reset", "get_reward", "close")
+
 
 class TrlEnvironment(Environment):
-    """One such object, for one episode: `reset` gets the row's columns and may return a text, which goes on the last message of the row.
+    """One such object, for one episode: `reset` gets the row's columns and may return what goes on the row's last message.
 
-    The episode ends with the first answer that calls no tool; its reward is `get_reward()`, 0 where the object has none.
+    The episode ends with the first answer that calls no tool. Its reward is `get_reward()`; of an object that has none its attribute
+    `reward`, where such objects keep what a reward function reads; else 0. Where no data set is named, the object makes its own
+    episodes: `reset` gets an empty prompt, and the episode's `seed` if it takes one.
     """
 
     needs_rows = True
 
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
-        if not callable(getattr(wrapped, "reset", None)):
+        if not callable(getattr(type(wrapped), "reset", None)):
             raise UserError(f"{type(wrapped).__name__} is neither an Environment nor has it a reset(**row), as TRL's have")
-        self.tools = tuple(
-            method
-            for name, method in inspect.getmembers(wrapped, inspect.ismethod)
-            if not name.startswith("_") and name not in ("reset", "get_reward", "close")
-        )
+        self.tools = tuple(getattr(wrapped, name) for name in _methods(type(wrapped)))
 
     async def start(self) -> list[Message]:
         messages = [dict(message) for message in self.row.get("messages", ())]
-        row = {key: value for key, value in self.row.items() if key != "messages"}
+        row = {key: value for key, value in self.row.items() if key != "messages"} if messages else self._no_row()
         said = self.wrapped.reset(**row)
         if inspect.isawaitable(said):
             said = await said
         if said is None:
             return messages
-        if not isinstance(said, str):
-            raise TypeError(f"reset() returned {said!r:.100}; a text or None is expected")
+        if not isinstance(said, (str, list)):
+            raise TypeError(f"reset() returned {said!r:.100}; a text, a list of parts or None is expected")
         if messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] = f"{messages[-1]['content']}{said}"
+            messages[-1]["content"] = _joined(messages[-1]["content"], said)
             return messages
         return [*messages, {"role": "user", "content": said}]
 
+    def _no_row(self) -> dict[str, Any]:
+        """What `reset` gets where no data set is named."""
+        taken = inspect.signature(self.wrapped.reset).parameters
+        given = {"prompt": [{"role": "user", "content": ""}], "seed": self.seed}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        return {key: value for key, value in given.items() if any_name or key in taken}
+
     async def step(self, answer: Message) -> Turn:
         if not hasattr(self.wrapped, "get_reward"):
-            return Turn(done=True)
+            return Turn(reward=getattr(self.wrapped, "reward", 0.0), done=True)
         reward = self.wrapped.get_reward()
         if inspect.isawaitable(reward):
             reward = await reward
@@ -54,3 +62,16 @@ class TrlEnvironment(Environment):
 
     def close(self) -> Any:
         return self.wrapped.close() if hasattr(self.wrapped, "close") else None
+
+
+def _methods(cls: type) -> list[str]:
+    """Names of what are tools: public methods. They are looked for in the class: a property of the object may need what reset makes."""
+    found: list[tuple[str, Callable[..., Any]]] = inspect.getmembers(cls, inspect.isfunction)
+    return [name for name, _ in found if not name.startswith("_") and name not in _NO_TOOLS]
+
+
+def _joined(content: Any, more: Any) -> Any:
+    """Two contents of a message as one: texts put together, or lists of parts where either is one."""
+    if isinstance(content, str) and isinstance(more, str):
+        return content + more
+    return [part for one in (content, more) for part in ([{"type": "text", "text": one}] if isinstance(one, str) else one)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.episodes.clock import Clock, Decision
 from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult
-from rl.episodes.playing import Playing, count_overflows, finished, fits, own_params, take
+from rl.episodes.playing import Playing, count_overflows, finished, fits, own_params, seated, take
 from rl.episodes.rollout import Rollouts
 from rl.episodes.waiting import Key, Waiters
 from rl.rewards import PendingScore
@@ -234,7 +234,8 @@ class Flow:
             take(episode, action, seat, answer)
         group = self.groups[episode.group]
         done = episode.error is not None or (episode.transitions and episode.transitions[-1].episode_done)
-        if done or not fits(episode, group.builder, self.params, self.seats[episode.player].context):
+        goes_on = not done and seated(episode, group.builder, self.seats)
+        if not goes_on or not fits(episode, group.builder, self.params, self.seats[episode.player].context):
             self.finish(episode)
             return
         key = (episode.group, episode.index)

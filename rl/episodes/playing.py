@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,18 @@ class Playing:
             if turn is not None:
                 turn.episode_done, turn.truncated = True, turn.truncated or truncated
                 turn.metrics = {**turn.metrics, **metrics}
+
+
+def seated(episode: Playing, builder: EnvGroupBuilder, players: Collection[str | None]) -> bool:
+    """Whether who acts next is there; an episode whose environment gave a seat to somebody who is not is at fault, and is left out."""
+    if episode.player in players:
+        return True
+    there = ", ".join(sorted(who for who in players if who is not None)) or "none"
+    episode.error = (
+        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, gave seat {episode.env.seat} to "
+        f"{episode.player!r:.100}, who does not play here (there: {there}): its `models` says on a new object who may be given one"
+    )
+    return False
 
 
 def fits(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, context: int | None) -> bool:
@@ -135,7 +147,11 @@ def finished(builders: Sequence[EnvGroupBuilder], episodes: Sequence[Playing]) -
             trajectories = [found for episode in group if (found := _of_seat(episode, seat)) is not None]
             if not trajectories:
                 continue  # the policy had no turn there
-            extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(trajectories)
+            try:
+                extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(trajectories)
+            except EpisodeFailed as failed:  # what compares a group has failed: the group is left out, and counted by its episodes
+                errors += [str(failed)] * len(trajectories)
+                continue
             tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
             groups.append(TrajectoryGroup(trajectories, [r for r, _ in extra], [m for _, m in extra], tag, builder.problem_index))
     return groups, errors

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.episodes.episode import EnvGroupBuilder, EpisodeFailed, StepResult, TrajectoryGroup, has_signal
-from rl.episodes.playing import Playing, count_overflows, finished, fits, own_params, take
+from rl.episodes.playing import Playing, count_overflows, finished, fits, own_params, seated, take
 from rl.seeds import derive_seed
 from rl.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -92,7 +92,7 @@ def rollout(
     turn = 0
     try:
         live = [e for e in episodes if e.error is None]
-        while live := [e for e in live if fits(e, builders[e.group], params, samplers[e.player].info["max_context"])]:
+        while live := [e for e in live if _goes_on(e, builders[e.group], params, samplers)]:
             for episode in live:
                 if turn >= (builders[episode.group].max_turns if max_turns is None else max_turns):
                     first = builders[episode.group].problem_index
@@ -111,6 +111,10 @@ def rollout(
     count_overflows(episodes)
     groups, errors = finished(builders, episodes)
     return Rollouts(groups, errors, dict(counters), sample_seconds, score_seconds)
+
+
+def _goes_on(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, samplers: Mapping[str | None, Sampler]) -> bool:
+    return seated(episode, builder, samplers) and fits(episode, builder, params, samplers[episode.player].info["max_context"])
 
 
 def _start(builders: Sequence[EnvGroupBuilder]) -> tuple[list[Playing], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl.data import ProblemSet
@@ -25,16 +26,22 @@ def environment_of(settings: Any) -> EnvironmentSpec | None:
     if env is None or env.environment is None:
         return None
     spec = environment_from_words(env.environment, env.environment_settings)
+    if spec.can_make_rows and not _names_data(settings.data):
+        spec = replace(spec, own_rows=True)
     theirs = env.environment_isolation == "process" or (env.environment_isolation == "auto" and ":" in spec.name)
     return isolated(spec) if theirs else spec
 
 
 def own_rows(spec: EnvironmentSpec, data: DataSettings, env: EnvironmentSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     """Training and held-out rows of an environment that is not of a data set: its own, or seeds alone."""
-    if data.dataset != _DATASET or data.more_datasets or data.eval_dataset is not None:
+    if _names_data(data):
         raise UserError(f"the environment {spec.name} makes its own episodes and reads no data set: leave out dataset {data.dataset}")
     train = _rows(spec, "train", env.environment_rows)
     return train, _rows(spec, "test", data.eval_limit) if held_out else None
+
+
+def _names_data(data: DataSettings) -> bool:
+    return data.dataset != _DATASET or bool(data.more_datasets) or data.eval_dataset is not None
 
 
 def _rows(spec: EnvironmentSpec, split: str, count: int) -> ProblemSet:

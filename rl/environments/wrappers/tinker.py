@@ -6,8 +6,10 @@ They are asynchronous. All of a group's run in one event loop of the group's own
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
+import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +20,7 @@ from rl.environments.environment import Environment
 from rl.environments.registry import load_object
 from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory
 from rl.errors import UserError
+from rl.jsonl import finite
 from rl.plain import plain_text, says
 from rl.renderers import Renderer
 from rl.types import ModelInput, Problem, SampledSequence
@@ -40,7 +43,15 @@ class TinkerGroup(EnvGroupBuilder):
     def make_envs(self) -> Sequence[Env]:
         loop = _Loop(f"the cookbook's group {self.problem_index}", self.seconds)
         self._loop = loop
-        self._envs = [TinkerEnv(env, loop, self._closed) for env in loop.begin(self.builder.make_envs).result()]
+        try:
+            self._envs = [TinkerEnv(env, loop, self._closed) for env in loop.begin(self.builder.make_envs).result()]
+            if not self._envs:
+                raise EpisodeFailed(f"{loop.name} has no environments")
+        except (EpisodeFailed, TypeError, ValueError, AttributeError) as error:
+            self._envs = []
+            self._clean()
+            why = str(error) if isinstance(error, EpisodeFailed) else f"{loop.name} made what is no environment: {says(error, 300)}"
+            return [NoEnv(why)]
         return self._envs
 
     def _closed(self) -> None:
@@ -51,7 +62,8 @@ class TinkerGroup(EnvGroupBuilder):
     def _clean(self) -> None:
         assert self._loop is not None  # make_envs came before
         if hasattr(self.builder, "cleanup"):
-            self._loop.begin(self.builder.cleanup).result()
+            with contextlib.suppress(EpisodeFailed):  # its episodes have ended, and count
+                self._loop.begin(self.builder.cleanup).result()
         self._loop.close()
 
     def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
@@ -61,7 +73,11 @@ class TinkerGroup(EnvGroupBuilder):
         try:
             given = [_theirs(one) for one in trajectories_G]
             found = self._loop.begin(lambda: self.builder.compute_group_rewards(given, envs)).result()
-            return [(float(reward), {str(k): float(v) for k, v in metrics.items()}) for reward, metrics in found]
+            if len(found) != len(given):
+                raise ValueError(f"{len(found)} rewards for {len(given)} episodes")
+            return [(_number(reward), _numbers(metrics)) for reward, metrics in found]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EpisodeFailed(f"{self._loop.name} gave rewards that cannot be read: {says(error, 300)}") from error
         finally:
             self._clean()
 
@@ -91,15 +107,31 @@ class TinkerEnv(Env):
         return _ours(found[0], self.name), _stop(found[1])
 
     def _stepped(self, found: Any) -> StepResult:
-        done, metrics = bool(found.episode_done), {str(k): float(v) for k, v in dict(found.metrics or {}).items()}
+        done, metrics = bool(found.episode_done), _numbers(found.metrics or {})
         following = ModelInput.empty() if done else _ours(found.next_observation, self.name)
         limited = any(metrics.get(f"stop/{why}") for why in ("max_turns", "max_tokens", "max_sampled_tokens", "context_overflow"))
-        logs = dict(getattr(found, "logs", None) or {})
-        return StepResult(float(found.reward), done, following, _stop(found.next_stop_condition), metrics, logs, done and limited)
+        logs = finite(dict(getattr(found, "logs", None) or {}))
+        return StepResult(_number(found.reward), done, following, _stop(found.next_stop_condition), metrics, logs, done and limited)
 
     @property
     def name(self) -> str:
         return f"the cookbook's {type(self.env).__name__}"
+
+
+class NoEnv(Env):
+    """Stands for a group whose environments could not be made: its one episode fails, and says why."""
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def initial_observation(self) -> Any:
+        return self
+
+    def step(self, action: SampledSequence) -> Any:
+        return self
+
+    def result(self) -> Any:
+        raise EpisodeFailed(self.why)
 
 
 class Tinker(Environment):
@@ -154,7 +186,7 @@ class _Begun:
         except TimeoutError as error:
             self.future.cancel()
             raise EpisodeFailed(f"{self.loop.name} did not answer within {self.loop.seconds:g} s") from error
-        except (Exception, SystemExit) as error:  # boundary: the user's code
+        except Exception as error:  # boundary: the user's code
             raise EpisodeFailed(f"{self.loop.name} raised {says(error, 1000)}") from error
 
 
@@ -174,8 +206,11 @@ class _Promise:
 
 
 async def _settled(what: Callable[[], Any]) -> Any:
-    found = what()
-    return await found if isinstance(found, Awaitable) else found
+    try:
+        found = what()
+        return await found if isinstance(found, Awaitable) else found
+    except SystemExit as error:  # which would end the loop, and with it the group's other episodes
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def _ours(observation: Any, name: str) -> ModelInput:
@@ -183,6 +218,17 @@ def _ours(observation: Any, name: str) -> ModelInput:
     if not tokens:
         raise EpisodeFailed(f"{name} gave an observation without tokens, and the episode is not done")
     return ModelInput.from_ints(tokens)
+
+
+def _number(given: Any) -> float:
+    """Raises ValueError for what is not finite."""
+    if not math.isfinite(found := float(given)):
+        raise ValueError(f"{given!r:.100} where a finite number is expected")
+    return found
+
+
+def _numbers(given: Any) -> dict[str, float]:
+    return {str(key): _number(value) for key, value in dict(given).items()}
 
 
 def _stop(given: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may: the rest of the batch stands."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+from games import MadeUp, tokenizer
+
+from rl.environments.wrappers.tinker import TinkerGroup
+from rl.episodes import rollout
+from rl.renderers import get_renderer
+from rl.types import SamplingParams
+
+TOKENIZER = tokenizer()
+RENDERER = get_renderer("plain", TOKENIZER)
+
+
+class One:
+    def __init__(self, **given):
+        self.given = given
+
+    def observation(self):
+        return RENDERER.build_generation_prompt([{"role": "user", "content": "go"}])
+
+    async def initial_observation(self):
+        return self.observation(), []
+
+    async def step(self, action, *, extra=None):
+        plain = {"reward": 1.0, "episode_done": True, "next_observation": None, "next_stop_condition": [], "metrics": {}, "logs": {}}
+        return SimpleNamespace(**{**plain, **self.given})
+
+
+class Group:
+    """Two episodes; `made`, `compared`, `cleaned`: what its methods do instead."""
+
+    def __init__(self, made=None, compared=None, cleaned=None, **given):
+        self.made, self.compared, self.cleaned, self.given = made, compared, cleaned, given
+
+    async def make_envs(self):
+        return [One(**self.given), One()] if self.made is None else await did(self.made)
+
+    async def compute_group_rewards(self, trajectory_group, env_group):
+        return [(0.5, {}) for _ in trajectory_group] if self.compared is None else await did(self.compared)
+
+    async def cleanup(self):
+        if self.cleaned is not None:
+            await did(self.cleaned)
+
+
+async def did(what):
+    if what == "hang":
+        await asyncio.sleep(1000)
+    if what == "raise":
+        raise OSError("no luck")
+    if what == "exit":
+        raise SystemExit(3)
+    return what
+
+
+FAULTS = {  # (group, what its errors say, totals of the episodes that are left)
+    "made: raises": (Group(made="raise"), ["raised OSError: no luck"], None),
+    "made: exits": (Group(made="exit"), ["SystemExit: 3"], None),
+    "made: hangs": (Group(made="hang"), ["did not answer within 1 s"], None),
+    "made: nothing": (Group(made=[]), ["has no environments"], None),
+    "made: a number": (Group(made=3), ["no environment"], None),
+    "made: no environments": (Group(made=[1, 2]), ["no environment"], None),
+    "compared: raises": (Group(compared="raise"), ["raised OSError: no luck"] * 2, None),
+    "compared: hangs": (Group(compared="hang"), ["did not answer within 1 s"] * 2, None),
+    "compared: too few": (Group(compared=[(1.0, {})]), ["1 rewards for 2 episodes"] * 2, None),
+    "compared: numbers alone": (Group(compared=[1.0, 2.0]), ["cannot be read"] * 2, None),
+    "compared: no number": (Group(compared=[(math.nan, {}), (1.0, {})]), ["a finite number is expected"] * 2, None),
+    "cleaned: raises": (Group(cleaned="raise"), [], [1.5, 1.5]),
+    "cleaned: hangs": (Group(cleaned="hang"), [], [1.5, 1.5]),
+    "reward: nan": (Group(reward=math.nan), ["a finite number is expected"], [1.5]),
+    "reward: a text": (Group(reward="much"), ["cannot be read"], [1.5]),
+    "metrics: infinite": (Group(metrics={"a": math.inf}), ["a finite number is expected"], [1.5]),
+    "metrics: a list": (Group(metrics=[1]), ["cannot be read"], [1.5]),
+    "logs: no JSON": (Group(logs={"a": object()}), ["cannot be read"], [1.5]),
+    "no more to read": (Group(episode_done=False), ["cannot be read"], [1.5]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_breaks_costs_its_episode_or_its_group(name):
+    broken, said, left = FAULTS[name]
+    groups = [TinkerGroup(one, i, seconds=1.0) for i, one in enumerate([Group(), broken, Group()])]
+    found = rollout(groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0)
+    assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {
+        0: [1.5, 1.5], 2: [1.5, 1.5], **({1: left} if left else {})
+    }  # fmt: skip
+    assert len(found.errors) == len(said)
+    for error, wanted in zip(found.errors, said, strict=True):
+        assert wanted in error and ("group 1" in error or "One" in error), error

@@ -1,0 +1,140 @@
+"""Whatever an environment gives where a Turn's fields stand costs its own episode, by threads and by processes, and is named."""
+
+import textwrap
+
+import pytest
+from games import MadeUp, tokenizer
+
+from rl.environments import EnvironmentGroup, Limits, environment_from_words, isolated
+from rl.episodes import group_metrics, rollout
+from rl.renderers import get_renderer
+from rl.types import Problem, SamplingParams
+
+TOKENIZER = tokenizer()
+
+# Two seats: member 1 gives what its row says; the others play three turns, and say of both seats what came of it.
+FILE = textwrap.dedent('''
+    import numpy, random
+    from rl.environments import Environment, Turn
+
+    class Mute:
+        def __repr__(self): raise RuntimeError("no word")
+        def __float__(self): raise RuntimeError("no number")
+
+    class Pair(Environment):
+        seats = (None, None)
+        def start(self):
+            if self.member == 1 and self.row["when"] == "start":
+                if self.row["code"].startswith("self."): exec(self.row["code"], {"self": self, "Mute": Mute})
+                else: return eval(self.row["code"])
+            self.drawn = random.random(), float(numpy.random.random())
+            return "go"
+        def step(self, answer):
+            if self.member == 1 and self.row["when"] == "step":
+                return eval(self.row["code"])
+            return Turn(reward=1.0, done=True, metrics={"first": 1.0, "drawn": self.drawn[0], "other": self.drawn[1]})
+    class Talk(Environment):
+        seats = (None, None)
+        def start(self):
+            self.turns = 0
+            return "go"
+        def step(self, answer):
+            self.turns += 1
+            if self.turns < 3:
+                return Turn("on", reward=0.25, seat=self.turns % 2, rewards={1: -0.5})
+            return Turn(done=True, metrics={"m": 1.0}, logs={"l": "first"}, metrics_of={1: {"m": 2.0}}, logs_of={1: {"l": "second"}})
+''')  # fmt: skip
+
+NONSENSE = {
+    "Turn(done=True, metrics=None)": "gave the metrics None",
+    "Turn(done=True, metrics=[('a', 1.0)])": "gave the metrics [",
+    "Turn(done=True, metrics={'a': 'much'})": "gave the metric 'a' 'much'",
+    "Turn(done=True, metrics={'a': numpy.zeros(2)})": "gave the metric 'a' ",
+    "Turn(done=True, reward=[1.0])": "gave the reward [1.0]",
+    "Turn(done=True, reward=1j)": "",
+    "Turn(done=True, reward=Mute())": "",
+    "Turn(done=True, reward=10**400)": "",
+    "Turn(done=True, rewards=3)": "gave the rewards",
+    "Turn(done=True, rewards={7: 1.0})": "gives something to the seat 7; there are 2",
+    "Turn(done=True, rewards={1: float('nan')})": "gave the reward of seat 1",
+    "Turn(done=True, metrics_of={1: 5})": "gave the metric of seat 1",
+    "Turn(done=True, metrics_of={1: {'a': float('inf')}})": "gave the metric of seat 1, 'a'",
+    "Turn(done=True, logs_of={1: {'a': float}})": "",
+    "Turn(done=True, logs=5)": "gave the logs 5",
+    "Turn(done=True, logs_of='all')": "gave the logs_of",
+    "Turn([{'role': 'user', 'content': 5}])": "cannot be rendered",
+    "Turn([{'role': 'user', 'content': None}])": "cannot be rendered",
+    "Turn([{'role': 'user'}])": "cannot be rendered",
+    "Turn([{'role': 'user', 'content': [{'type': 'text'}]}])": "cannot be rendered",
+    "Turn([{'role': 'user', 'content': [{'type': 'text', 'text': 'a' * 10**7}]}])": "characters",
+    "Turn({'role': 'user', 'content': 'a'})": "neither a text nor a list",
+    "Turn('a', seat='x')": "names the seat 'x'",
+    "Turn('a', seat=None)": "names the seat None",
+    "[Turn(done=True)]": "",
+    "Mute()": "",
+    "type": "",
+}
+AT_START = {
+    "Turn('a', seat=9)": "names the seat 9",
+    "Turn('a', rewards={3: 1.0})": "gives something to the seat 3",
+    "Mute()": "",
+    "self.seats = 5": "",
+    "self.seats = ()": "names the seat 0; there are 0",
+    "self.seats = (5, None)": "has the seats (5, None)",
+    "self.seats = ('nobody', None)": "gave seat 0 to 'nobody', who does not play here (there: none)",
+    "self.tools = 5": "",
+    "self.tools = (5,)": "a tool is a function, got 5",
+}
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    file = tmp_path_factory.mktemp("pair") / "pair.py"
+    file.write_text(FILE)
+    threads = {name: environment_from_words(f"{file}:{name}", []) for name in ("Pair", "Talk")}
+    processes = {name: isolated(spec) for name, spec in threads.items()}
+    yield {"threads": threads, "processes": processes}
+    for spec in processes.values():
+        spec.root.close()
+
+
+def played(spec, rows, members):
+    problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
+    renderer, limits = get_renderer("plain", TOKENIZER), Limits(seconds=20)
+    builders = [EnvironmentGroup(spec, problem, members, renderer, limits=limits) for problem in problems]
+    return rollout(builders, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0)
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
+    """All kinds in one batch, each in its own group: every other episode of it stands with what it earned."""
+    rows = [{"when": "step", "code": code} for code in NONSENSE] + [{"when": "start", "code": code} for code in AT_START]
+    found = played(specs[where]["Pair"], rows, 3)
+    said = [*NONSENSE.values(), *AT_START.values()]
+    for number, (row, wanted) in enumerate(zip(rows, said, strict=True)):
+        (error,) = [one for one in found.errors if f"episode 1 of row {number}," in one]
+        assert wanted in error and len(error) < 2000, (row, error)
+    assert len(found.errors) == len(rows)
+    assert [group.get_total_rewards() for group in found.groups] == [[1.0, 1.0]] * len(rows)
+    assert group_metrics(found.groups)["env/all/first"] == 1.0
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
+    found = played(specs[where]["Talk"], [{}], 2)
+    assert not found.errors
+    first, second = found.groups
+    assert first.get_total_rewards() == [0.25, 0.25] and second.get_total_rewards() == [0.25 - 0.5 - 0.5] * 2
+    for group, figure, log in ((first, 1.0, "first"), (second, 2.0, "second")):
+        last = group.trajectories_G[0].transitions[-1]
+        assert last.episode_done and last.metrics["m"] == figure and last.logs["l"] == log
+
+
+def test_modules_generators_in_processes_are_the_groups(specs):
+    """Forked alike, all episodes would draw the same numbers of numpy, and none the same of random."""
+    found = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
+    again = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
+    for name in ("drawn", "other"):
+        drawn = [[one.transitions[-1].metrics[name] for one in group.trajectories_G] for group in found.groups]
+        assert all(len(set(group)) == 1 for group in drawn) and len({group[0] for group in drawn}) == 3
+        assert drawn == [[one.transitions[-1].metrics[name] for one in group.trajectories_G] for group in again.groups]

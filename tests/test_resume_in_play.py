@@ -1,0 +1,94 @@
+"""A run killed between two turns of a batch goes on to the bit: older versions as opponents, a curriculum and rollout files included."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from whole_runs import final_weights, train
+
+from rl.clients import SamplingClient
+
+# Two seats, several turns, levels; who the older version is depends on the pool, how long it lasts on what both say.
+DUEL = '''
+from rl.environments import Environment, Turn
+
+class Duel(Environment):
+    """Whose letters are later in the alphabet gets the turn's point."""
+    seats = (None, "pool")
+    def rows(self, split, count):
+        return [{"level": i % 3} for i in range(count)]
+    def start(self):
+        self.said, self.points, self.rounds = {}, 0, 2 + self.row["level"]
+        self.asked = f"{self.row['level']}{self.rng.choice('abc')}"
+        return Turn(self.asked, seat=0)
+    def step(self, answer):
+        seat = len(self.said)
+        self.said[seat] = sum(map(ord, answer["content"])) % 11
+        if seat == 0:
+            return Turn(self.asked, seat=1)
+        won = (self.said[0] > self.said[1]) - (self.said[0] < self.said[1])
+        self.points, self.rounds, self.said = self.points + won, self.rounds - 1, {}
+        if self.rounds:
+            return Turn("+" if won > 0 else "-", seat=0, rewards={0: float(won)})
+        figures = {"won": float(self.points > 0), "drawn": float(self.points == 0), "correct": float(self.points > 0)}
+        return Turn(done=True, rewards={0: float(won)}, metrics_of={0: figures})
+'''
+
+
+class Killed(BaseException):
+    """As a signal would: nothing on the way catches it as an error."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(isolation, tmp_path, monkeypatch):
+    (tmp_path / "duel.py").write_text(DUEL)
+    words = (
+        f"grpo --environment {tmp_path}/duel.py:Duel --environment-isolation {isolation} --base-model tiny:ascii-small --batch-size 3 "
+        "--group-size 3 --max-tokens 3 --learning-rate 1e-2 --environment-rows 12 --opponents 2 --opponents-every 1 --step-rewards to_go "
+        "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 2 --rollouts-every 1 --eval-every 0 --steps 5 "
+        "--save-every 2"
+    )
+    whole = train(words, tmp_path / "whole")
+    asked = {"batches": 0}
+    ask = SamplingClient.sample_many
+
+    def killed(self, requests, /):
+        asked["batches"] += 1
+        if asked["batches"] == asked["at"]:
+            raise Killed
+        return ask(self, requests)
+
+    # every batch asks the policy and its opponent in each of the rounds that its level has: 2, of higher levels more
+    monkeypatch.setattr(SamplingClient, "sample_many", killed)
+    asked["at"] = 10**9
+    train(words, tmp_path / "counted")
+    total = asked["batches"]
+    asked |= {"batches": 0, "at": total - 3}  # within the last batch, after some of its turns
+    with pytest.raises(Killed):
+        train(words, tmp_path / "cut")
+    monkeypatch.setattr(SamplingClient, "sample_many", ask)
+    left = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert left == ["grpo-000002", "grpo-000004"]
+    assert train(f"{words} --resume", tmp_path / "cut") == whole
+    one, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    for folder in ("rollouts", "sampler_weights"):
+        assert names(tmp_path / "whole" / folder) == names(tmp_path / "cut" / folder)
+    for file in sorted((tmp_path / "whole" / "rollouts").glob("*.jsonl")):
+        assert file.read_text() == (tmp_path / "cut" / "rollouts" / file.name).read_text()
+    kept = [state(tmp_path / folder) for folder in ("whole", "cut")]
+    assert kept[0] == kept[1] and sum(one["games"] for one in kept[0]["opponents"]) > 0
+    # what was to be crossed was there: levels that moved, several turns, an opponent that is not the first of its line
+    steps = [row for row in whole if "progress/batch" in row]
+    assert len({row["env/all/turns_per_episode"] for row in steps}) > 1 and steps[-1]["env/all/turns_per_episode"] > 2
+    assert kept[0]["opponents"][0]["step"] > 0
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".html")
+
+
+def state(folder: Path) -> dict:
+    return json.loads((folder / "checkpoints" / "grpo-final" / "state.json").read_text())["metadata"]["opponents"]
