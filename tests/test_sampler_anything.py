@@ -1,0 +1,61 @@
+"""Random workloads of everything at once through each engine: see sampler_anything.py."""
+
+import collections
+
+import pytest
+from sampler_anything import KINDS, Alone, play, same, two_weights
+from sampler_models import one_thread, random_prompts  # noqa: F401
+
+from rl.sampler import PagedEngine, Request
+from rl.types import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    return two_weights()
+
+
+def many(kind, seeds, decoders):
+    found = collections.Counter()
+    for seed in seeds:
+        found.update(play(kind, seed, decoders, ("none", "same", "other")[seed % 3]))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
+    """Requests of all kinds, aborted or gone on elsewhere, with new weights midway: each gives what it gives alone."""
+    found = many(kind, range(9), decoders)
+    assert found["compared"] > 200 and all(found[what] for what in ("dropped", "changed", "moved", "begun")), found
+    assert found["kept"] or kind != "plain"  # over so few pages conversations are forgotten; in more workloads some are not
+    assert found["waited"] or kind == "plain"
+    assert found["looks"] or kind != "stepped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
+    found = many(kind, range(100, 160), decoders)
+    assert found["compared"] > 2000 and found["kept"], found
+
+
+def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders):
+    """The row that waits comes back and goes on; what is asked of the same prompt then begins from the new weights' logits."""
+    old, new = decoders
+    engine = PagedEngine(old, (3,), page=4, kv_cache_tokens=32)
+    first, second = random_prompts([4, 5])
+    params = SamplingParams(max_tokens=20, stop=[])
+    engine.add(Request(prompt=first, params=params))
+    waiting = engine.add(Request(prompt=second, problem=1, params=params))
+    while not engine.evictions:
+        engine.step()
+    engine.change_weights(new, 1)
+    while engine._parked:
+        engine.step()
+    assert waiting in engine.drawn()
+    late = Request(prompt=second, problem=2, params=SamplingParams(max_tokens=2, stop=[]))
+    number = engine.add(late)
+    finished = {}
+    while engine.busy:
+        finished.update({done.request_id: done.given() for done in engine.step()})
+    same(finished[number].sequences[0], Alone(new)(late)[0])
