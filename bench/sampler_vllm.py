@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,17 @@ class Peer:
         self.process.wait(60)
 
 
-def measure(shapes: list[Shape], python: str, repeats: int) -> list[dict[str, Any]]:
-    """All shapes of one model."""
+def measure(shapes: list[Shape], python: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """All shapes of one model, a row each peer."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shapes[0].model)).eval()
     decoder = make_decoder(model, kind="fast")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         peer = Peer(python, folder, "float32")
-    found = [row for shape in shapes for row in _of_shape(shape, model, decoder, peer, repeats)]
+    for shape in shapes:
+        yield from _of_shape(shape, model, decoder, peer, repeats)
     peer.end()
-    return found
 
 
 def _of_shape(shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int) -> list[dict[str, Any]]:
@@ -143,14 +143,17 @@ def main() -> None:
     for shape in SHAPES:
         if shape.name in args.shapes:
             by_model.setdefault(shape.name.split(", ")[1], []).append(shape)
-    rows = [row for shapes in by_model.values() for row in measure(shapes, args.vllm_python, args.repeats)]
-    for row in rows:
-        print(f"{row['shape']:14} {row['peer']:18} {row['median_ms']:>9} ms {row['tokens_per_s']:>7,} tokens/s {row['ratio']:>6}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = None
+        for row in (row for shapes in by_model.values() for row in measure(shapes, args.vllm_python, args.repeats)):
+            writer = writer or csv.DictWriter(file, fieldnames=list(row))
+            if not file.tell():
+                writer.writeheader()
+            writer.writerow(row)
+            file.flush()
+            says = f"{row['median_ms']:>9} ms {row['tokens_per_s']:>7,} tokens/s {row['ratio']:>6}"
+            print(f"{row['shape']:14} {row['peer']:18} {says}", flush=True)
     print(f"written to {args.output}")
 
 

@@ -98,8 +98,8 @@ class Asked:
         if len(whole.tokens) < 2 or whole.logprobs is None:
             return alone
         upto = int(self.rng.integers(1, len(whole.tokens)))
-        going = Request(prompt=request.prompt, params=request.params, begun=SampledSequence(whole.tokens[:upto], whole.logprobs[:upto], version=0),
-                        **more)  # fmt: skip
+        begun = SampledSequence(whole.tokens[:upto], whole.logprobs[:upto], version=0)
+        going = Request(prompt=request.prompt, params=request.params, begun=begun, **more)
         self.alone.known[id(going)] = going, [whole]
         return going
 
@@ -120,7 +120,9 @@ def engine_of(kind: str, decoder: Any, rng: np.random.Generator, most: int, page
     if kind == "plain":
         return Engine(decoder, EOS, Letters(), kv_cache_tokens=2 * most + page * pages, max_rows=max_rows, version=version)
     settings: dict[str, Any] = dict(kv_cache_tokens=page * (-(-most // page) + pages), max_rows=max_rows, page=page, version=version)
-    return SteppedEngine(decoder, EOS, Letters(), look=look, **settings) if kind == "stepped" else PagedEngine(decoder, EOS, Letters(), **settings)
+    if kind == "stepped":
+        return SteppedEngine(decoder, EOS, Letters(), look=look, **settings)
+    return PagedEngine(decoder, EOS, Letters(), **settings)
 
 
 class Play:
