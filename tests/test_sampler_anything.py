@@ -6,7 +6,7 @@ import pytest
 from sampler_anything import KINDS, Alone, play, same, two_weights
 from sampler_models import one_thread, random_prompts  # noqa: F401
 
-from rl.sampler import PagedEngine, Request
+from rl.sampler import Engine, PagedEngine, Request, SteppedEngine
 from rl.types import SamplingParams
 
 
@@ -59,3 +59,19 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
     while engine.busy:
         finished.update({done.request_id: done.given() for done in engine.step()})
     same(finished[number].sequences[0], Alone(new)(late)[0])
+
+
+@pytest.mark.parametrize("kind", [Engine, PagedEngine, SteppedEngine])
+def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders):
+    """Both come in at once, after the same turn and with other words: the cache is the first one's to write to."""
+    alone, engine = Alone(decoders[0]), kind(decoders[0], (3,))
+    params = SamplingParams(max_tokens=6, stop=[])
+    first = Request(prompt=random_prompts([7])[0], params=params, conversation="one")
+    engine.add(first)
+    said = [*first.prompt, *engine.run()[0].sequences[0].tokens]
+    nexts = [Request(prompt=[*said, *more], problem=i, params=params, conversation="one") for i, more in enumerate([(5, 9), (8,)])]
+    for request in nexts:
+        engine.add(request)
+    for request, response in zip(nexts, engine.run(), strict=True):
+        same(response.sequences[0], alone(request)[0])
+    assert engine.counters.kept_tokens == len(said) - 1

@@ -40,7 +40,8 @@ class Conversations:
         if name is None or job.request.scores_prompt:
             return None
         for slot, prompt in enumerate(self._prompts):
-            same = (prompt.conversation, prompt.weights) == (name, job.request.weights)
+            # By its key as well: another request that comes in now may go on with it.
+            same = (prompt.conversation, prompt.weights, prompt.key) == (name, job.request.weights, ("of", name))
             if same and prompt.tokens == job.key[0][: len(prompt.tokens)] != job.key[0]:
                 return slot
         return None
