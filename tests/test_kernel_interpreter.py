@@ -172,8 +172,8 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         (N, D, V), temperature = (number(60), number(40), number(200)), 0.3 + float(torch.rand((), generator=g))
         x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
         y, upstream = torch.randint(0, V, (N,), generator=g), torch.randn(2, N, generator=g)
-        z = (x.double() @ w.double().t()).requires_grad_()
-        every = (z / temperature).log_softmax(-1)
+        z = (x.double() @ w.double().t() / temperature).requires_grad_()  # dlogits are those of the scores over the temperature
+        every = z.log_softmax(-1)
         logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
         ((logp * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
         scores = launch.Scores(x, w, y, None, Head(temperature), TILES, TILES)

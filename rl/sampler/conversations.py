@@ -62,6 +62,8 @@ class Conversations:
         name, state = job.request.conversation, self._state
         if name is None or not state.extends or job.request.num_samples > 1:
             return
+        if self._prompts[int(state.prompt_of_row[row])].key[0] == "of other weights":
+            return  # new weights came while it was drawn: what it read is not theirs
         length = len(job.key[0]) + int(state.response_lengths[row])
         longest = max(int(state.prompt_lengths.max(initial=0)), length)
         needed = (len(self._prompts) + 1, longest, len(self._rows), int(self._rows["max_tokens"].max(initial=1)) - 1)
