@@ -77,6 +77,7 @@ PARTS = (
     Part("images", "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are permuted", "images.py"),
     Part("staleness", "GRPO on tokens 0, 1, 4 and 8 updates old under each correction, three seeds: accuracy", "staleness.py"),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
+    Part("paged", "4,000 random workloads through the engines: the same samples as alone, no page left", "paged.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
     Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
     Part("grpo_losses_vs_trl", "GRPO's loss types against TRL: losses and gradients equal to 1e-4", "grpo_losses_vs_trl.py", peers=True),

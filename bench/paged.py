@@ -1,6 +1,11 @@
-"""Random workloads through the engine over pages and the plain one: the same samples, no page left, how often rows waited.
+"""Random workloads through the engines: the same samples as a request gives alone, no page left, how often rows waited.
 
-    python bench/paged.py --workloads 1000          # bench/results/paged.csv: a row a hundred workloads
+    python bench/paged.py --workloads 1000          # bench/results/paged.csv: a row a hundred workloads of each kind
+
+Kinds: "paged beside plain", groups with few pages through `PagedEngine` and `Engine`; and through `Engine`, `PagedEngine` and
+`SteppedEngine` everything at once (tests/sampler_anything.py): requests of all kinds, steps, aborts, new weights, engines left
+midway. Where a sample differs, a page is left, or more than 1.1 times the tokens and a page a row are held, that is an error, and
+no row is written.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ import argparse
 import csv
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -18,25 +25,49 @@ sys.path.append(str(HERE.parent / "tests"))
 
 import torch  # noqa: E402
 
+COLUMNS = ["waited", "looks", "dropped", "changed", "moved", "kept", "begun", "compared", "requests"]
+KINDS = ["paged beside plain", "plain", "paged", "stepped"]
+
+
+def runner(kind: str) -> Callable[[range], Counter[str]]:
+    """Runs the workloads of some seeds; what happened in them, counted."""
+    if kind == KINDS[0]:
+        from test_sampler_paged import perturbed_decoder, same_samples
+
+        decoder = perturbed_decoder()
+        return lambda seeds: Counter(waited=same_samples(decoder, seeds))
+    from sampler_anything import play, two_weights
+
+    decoders, changes = two_weights(), ("none", "same", "other")
+
+    def run(seeds: range) -> Counter[str]:
+        found = Counter[str]()
+        for seed in seeds:
+            found.update(play(kind, seed, decoders, changes[seed % 3]))
+        return found
+
+    return run
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", type=int, default=1000)
+    parser.add_argument("--workloads", type=int, default=1000, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "paged.csv")
     args = parser.parse_args()
-    from test_sampler_paged import perturbed_decoder, same_samples
-
     torch.set_num_threads(1)
-    decoder = perturbed_decoder()
     with args.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["first", "workloads", "unlike_samples", "pages_left", "rows_that_waited", "seconds"])
-        for first in range(0, args.workloads, 100):
-            count, began = min(100, args.workloads - first), time.process_time()
-            waited = same_samples(decoder, range(1000 + first, 1000 + first + count))  # raises where a sample differs or a page is left
-            writer.writerow([1000 + first, count, 0, 0, waited, f"{time.process_time() - began:.1f}"])
-            file.flush()
-            print(f"{first + count} workloads, {waited} times a row of the last {count} waited", flush=True)
+        writer.writerow(["kind", "first", "workloads", "unlike_samples", "pages_left", *COLUMNS, "seconds"])
+        for kind in args.kinds:
+            run = runner(kind)
+            for first in range(1000, 1000 + args.workloads, 100):
+                count, began = min(100, 1000 + args.workloads - first), time.process_time()
+                found = run(range(first, first + count))  # raises where a sample differs or a page is left
+                counted = [found[name] if name in found else "" for name in COLUMNS]
+                writer.writerow([kind, first, count, 0, 0, *counted, f"{time.process_time() - began:.1f}"])
+                file.flush()
+                print(f"{kind}: {first + count - 1000} workloads, {found['waited']} times a row of the last {count} waited", flush=True)
 
 
 if __name__ == "__main__":

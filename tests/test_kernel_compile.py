@@ -23,8 +23,14 @@ FLOATS = "in_scale out_scale headroom in_s out_s in_t out_t beta low high kl_coe
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
 
-def build(kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90):
-    """(compiled kernel, bytes of spilled registers); every tensor that is not an index or the data type is float32."""
+def build(*given, **more):
+    """(compiled kernel, bytes of spilled registers); see `assembled`."""
+    compiled, _, spilled = assembled(*given, **more)
+    return compiled, spilled
+
+
+def assembled(kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90):
+    """(compiled kernel, registers of a thread, bytes of them spilled); every tensor that is not an index or the data type is float32."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -45,7 +51,8 @@ def build(kernel, constants, data, warps, stages, descriptors=None, tmp_path=Non
     assembler = ASSEMBLERS / ("ptxas" if capability < 100 else "ptxas-blackwell")
     command = [str(assembler), "-v", f"--gpu-name={name}", str(ptx), "-o", os.devnull]
     report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return compiled, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
+    return compiled, registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
 
 
 def head_options(D, dtype, descriptors, capability=90):
@@ -209,10 +216,8 @@ def test_kernels_without_products(tmp_path):
 SAMPLER_INTS = {"slices": "i32", "positions": "i32", "plane": "i64", "stride_page": "i64", "stride_place": "i64"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_samplers_kernels(capability, tmp_path):
-    """Of the draw and of a decoding step, at the sizes of a real model."""
+def sampler_kernels(capability):
+    """(kernel, constants, data, warps, stages, kinds, spills allowed) of the draw and of a decoding step, at the sizes of a real model."""
     from kernels import draw_triton, step_triton
     from kernels.tiles import Device, tiles_for
 
@@ -233,9 +238,16 @@ def test_the_samplers_kernels(capability, tmp_path):
         (step_triton._rope_append_kernel, {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"},
          ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"), 1, {}, 0),
     ]  # fmt: skip
+    stages = dict.fromkeys([draw_triton._slices_kernel], tiles.stages)
     for kernel, constants, data, warps, kinds, allowed in cases:
-        stages = tiles.stages if kernel is draw_triton._slices_kernel else 3
-        compiled, spilled = build(kernel, dict(constants), data, warps, stages, other | kinds, tmp_path, capability)
+        yield kernel, dict(constants), data, warps, stages.get(kernel, 3), other | kinds, allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_the_samplers_kernels(capability, tmp_path):
+    for kernel, constants, data, warps, stages, kinds, allowed in sampler_kernels(capability):
+        _, spilled = build(kernel, constants, data, warps, stages, kinds, tmp_path, capability)
         assert spilled <= allowed, (kernel.__name__, spilled)
 
 

@@ -157,6 +157,36 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
     close(found[0][0], path.forward(x, w, y, None, Head(0.7)).logp, 3e-6)
 
 
+@inside
+@pytest.mark.slow
+def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
+    """Sizes, temperatures and upstream gradients at random: logprobs, entropies, and the gradient of a slab of scores."""
+    from kernels.linear_logprob_torch import coefficients
+
+    g = torch.Generator().manual_seed(1)
+
+    def number(most):
+        return int(torch.randint(1, most, (), generator=g))
+
+    for _ in range(100):
+        (N, D, V), temperature = (number(60), number(40), number(200)), 0.3 + float(torch.rand((), generator=g))
+        x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
+        y, upstream = torch.randint(0, V, (N,), generator=g), torch.randn(2, N, generator=g)
+        z = (x.double() @ w.double().t() / temperature).requires_grad_()  # dlogits are those of the scores over the temperature
+        every = z.log_softmax(-1)
+        logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
+        ((logp * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+        scores = launch.Scores(x, w, y, None, Head(temperature), TILES, TILES)
+        out = scores.combine(scores.statistics(True))
+        close(out.logp, logp.detach(), 1e-5)
+        close(out.entropy, entropy.detach(), 1e-5)
+        lo = number(V + 1) // TILES.columns * TILES.columns
+        dz = torch.zeros(N, max(V - lo, 0))
+        if V > lo:
+            scores.dlogits(dz, lo, V, out.lse * launch.LOG2E, coefficients(upstream[0], upstream[1], None, out.entropy))
+            close(dz, z.grad[:, lo:], 1e-4)
+
+
 @pytest.fixture
 def forced(small, monkeypatch):
     """The public function with the launches that it makes on CUDA, and [T, V] always kept between forward and backward."""

@@ -24,6 +24,7 @@ PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
 SMALL = 100_000  # ZeRO-3 leaves parameters of fewer numbers whole on every rank (stage3_param_persistence_threshold)
 SUB_GROUP = 1_000_000_000  # ZeRO-3 steps on so many numbers at once
 PREFILL_TOKENS = 8192  # see rl.sampler
+PACKED_LEAST, PACKED_MOST = 1 << 18, 512 << 20  # see rl.sampler.packed
 CUDA_BYTES = 1 << 30  # context, cuBLAS, NCCL: an assumption
 ROOM = 0.92  # of a GPU's memory: beyond it the allocator's fragments may not leave enough
 
@@ -186,7 +187,7 @@ def plan(
 
     `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken to need no more than its own.
     """
-    sampler = sampler_copy(shape, launch) if work.samples else 0.0
+    sampler = sampler_copy(shape, launch) + packed_copy(shape, launch) if work.samples else 0.0
     items = [
         always("weights", weights(shape, launch)),
         always("optimizer (AdamW)", optimizer(shape, launch)),
@@ -258,6 +259,14 @@ def sampler_copy(shape: ModelShape, launch: Launch) -> float:
         own = (own - shape.unsplit) / launch.team + shape.unsplit
         adapters = (adapters - shape.unsplit_adapters) / launch.team + shape.unsplit_adapters
     return launch.compute_bytes * own + FP32 * adapters
+
+
+def packed_copy(shape: ModelShape, launch: Launch) -> float:
+    """On a CPU in fp32 the fast decoder's large matrices once more, in another layout."""
+    width, across = shape.head_width * shape.hidden, shape.mlp * shape.hidden
+    layer = [(shape.heads + 2 * shape.key_heads) * width, shape.heads * width, 2 * across, across]
+    size = FP32 * sum(n for n in [*layer * shape.layers, shape.vocab * shape.hidden] if n >= PACKED_LEAST)
+    return float(size) if shape.fast and not (launch.cuda or launch.bf16) and size <= PACKED_MOST else 0.0
 
 
 # ------------------------------------------------------------------------------------------------------ what comes and goes

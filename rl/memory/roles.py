@@ -15,6 +15,7 @@ from rl.memory.plan import (
     Work,
     always,
     kv_cache,
+    packed_copy,
     sampler_copy,
     sampler_working,
 )
@@ -37,7 +38,7 @@ def staged(shape: ModelShape) -> float:
 def plan_sampler(shape: ModelShape, launch: Launch, work: Work, others: Sequence[ModelShape] = ()) -> Plan:
     """A sampler's part of `plan`. `others`: models that only score, which samplers hold."""
     items = (
-        always("sampler's copy of the weights", sampler_copy(shape, launch)),
+        always("sampler's copy of the weights", sampler_copy(shape, launch) + packed_copy(shape, launch)),
         always("the next version, and one that follows at its heels", 2 * arriving(shape, launch)),
         always("models that only score", sum(sampler_copy(other, launch) for other in others)),
         Item("logits and working memory", sample=sampler_working(shape, launch, work)),

@@ -40,7 +40,8 @@ class Conversations:
         if name is None or job.request.scores_prompt:
             return None
         for slot, prompt in enumerate(self._prompts):
-            same = (prompt.conversation, prompt.weights) == (name, job.request.weights)
+            # By its key as well: another request that comes in now may go on with it.
+            same = (prompt.conversation, prompt.weights, prompt.key) == (name, job.request.weights, ("of", name))
             if same and prompt.tokens == job.key[0][: len(prompt.tokens)] != job.key[0]:
                 return slot
         return None
@@ -61,6 +62,8 @@ class Conversations:
         name, state = job.request.conversation, self._state
         if name is None or not state.extends or job.request.num_samples > 1:
             return
+        if self._prompts[int(state.prompt_of_row[row])].key[0] == "of other weights":
+            return  # new weights came while it was drawn: what it read is not theirs
         length = len(job.key[0]) + int(state.response_lengths[row])
         longest = max(int(state.prompt_lengths.max(initial=0)), length)
         needed = (len(self._prompts) + 1, longest, len(self._rows), int(self._rows["max_tokens"].max(initial=1)) - 1)

@@ -76,7 +76,10 @@ class PagedEngine(Engine):
     def change_weights(self, decoder: Decoder, version: int) -> None:
         """As `Engine.change_weights`; a row that waits reads what it has drawn again with the new weights."""
         self._rows.now_of(self.version, [one.fields for one in self._parked])
+        away = {id(one.prompt): one.prompt for one in self._parked if not any(one.prompt is prompt for prompt in self._prompts)}
         super().change_weights(decoder, version)
+        for number, prompt in enumerate(away.values()):  # its logits are of the weights of then: nobody new may begin from them
+            prompt.key = ("of other weights", "away", number, prompt.key)
 
     @torch.inference_mode()
     def drop(self, request_id: int) -> None:

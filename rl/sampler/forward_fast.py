@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl.sampler import cpu_kernels
+from rl.sampler import cpu_kernels, packed
 from rl.sampler.cache import LogitsReader
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decoder import prompt_batches
@@ -96,6 +96,10 @@ class FastForward:
         self._rope = torch.empty(2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load() if on_cpu else None
+        products = [self.head, *(one for layer in self.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+        if on_cpu and packed.fits(one.weight for one in products):
+            for one in products:
+                one.packs = True
 
     def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [.., 1, D] at `positions`, all of which are below `length`; see `rotate`."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rl.sampler import packed
 from rl.sampler.precision import linear_fp32
 from rl.sampler.split import Team, joined, span
 
@@ -71,9 +72,12 @@ class LowRank:
 
 
 class Projection:
-    """x [..., I] to [..., O]. `adapter` is for every row, `others` by number for those rows that are said to be theirs."""
+    """x [..., I] to [..., O]. `adapter` is for every row, `others` by number for those rows that are said to be theirs.
 
-    __slots__ = ("adapter", "bias", "others", "weight")
+    `packs`: whether the matrix may be held in a second layout (`rl.sampler.packed`).
+    """
+
+    __slots__ = ("adapter", "bias", "others", "packs", "weight")
 
     def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor]):
         self.weight = buffers[spec.weight]
@@ -81,6 +85,7 @@ class Projection:
         parts = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in spec.adapters]
         self.adapter = LowRank(buffers[spec.lora_a], parts) if spec.lora_a else None
         self.others: dict[int, LowRank] = {}
+        self.packs = False
 
     def __call__(self, x: Tensor, whose: Whose | None = None) -> Tensor:
         y = self._product(x)
@@ -93,6 +98,11 @@ class Projection:
         return y
 
     def _product(self, x: Tensor) -> Tensor:
+        if self.packs and (y := packed.product(x, self.weight, self.bias)) is not None:
+            return y
+        return self._plain(x)
+
+    def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
@@ -113,7 +123,7 @@ class HeadProjection(Projection):
         y = super().__call__(x, whose)
         return y if self.team is None else joined(self.team, y, self.words)[..., : self.outputs]
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _plain(self, x: Tensor) -> Tensor:
         return linear_fp32(x, self.weight, self.bias)
 
     def first(self, outputs: int) -> HeadProjection:

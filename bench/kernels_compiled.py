@@ -1,0 +1,42 @@
+"""The sampler's kernels compiled at the sizes of a real model, on a machine without a GPU: registers, spills, shared memory.
+
+    python bench/kernels_compiled.py            # bench/results/kernels_compiled.csv: a row a kernel and target
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+sys.path[0] = str(HERE.parent)
+sys.path.append(str(HERE.parent / "tests"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", type=int, choices=[80, 86, 89, 90, 100, 120], default=[80, 90], help="compute capabilities")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "kernels_compiled.csv")
+    args = parser.parse_args()
+    from test_kernel_compile import assembled, sampler_kernels
+
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with args.output.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
+        writer = csv.writer(file)
+        writer.writerow(["target", "kernel", "warps", "registers", "spilled_bytes", "shared_bytes"])
+        for target in args.targets:
+            for kernel, constants, data, warps, stages, kinds, _ in sampler_kernels(target):
+                compiled, registers, spilled = assembled(kernel, constants, data, warps, stages, kinds, Path(folder), target)
+                row = [f"sm_{target}", kernel.__name__.strip("_"), warps, registers, spilled, compiled.metadata.shared]
+                writer.writerow(row)
+                file.flush()
+                print(*row)
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

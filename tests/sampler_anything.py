@@ -1,0 +1,260 @@
+"""Everything that may happen to an engine, in any order: what each request is to give is known from an engine that had it alone.
+
+Requests of all kinds come in, steps are made, requests are dropped, new weights come, engines are left for others midway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sampler_models import tiny_model
+from test_sampler_paged import check
+
+from rl.sampler import Engine, PagedEngine, Request, SteppedEngine, make_decoder
+from rl.types import SampledSequence, SamplingParams
+
+EOS = (3,)
+PAGES = (2, 4, 8)
+
+
+class Letters:
+    """A tokenizer, as far as stop strings need one."""
+
+    @staticmethod
+    def decode(tokens: Any, **_: Any) -> str:
+        return "".join(chr(ord("a") + int(token) % 26) for token in tokens)
+
+
+def two_weights() -> tuple[Any, Any]:
+    """A decoder and one of the same architecture with other weights."""
+    model = tiny_model("qwen3")
+    first = make_decoder(model, kind="fast")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.15)
+    return first, make_decoder(model, kind="fast")
+
+
+class Alone:
+    """What a request gives by itself, of these weights."""
+
+    def __init__(self, decoder: Any):
+        self.decoder = decoder
+        self.known = dict[int, tuple[Request, list[SampledSequence]]]()  # the request, lest another is given its id
+
+    def __call__(self, request: Request) -> list[SampledSequence]:
+        if id(request) not in self.known:
+            engine = Engine(self.decoder, EOS, Letters())
+            engine.add(request)
+            self.known[id(request)] = request, engine.run()[0].sequences
+        return self.known[id(request)][1]
+
+
+class Asked:
+    """Random requests. `alone`: so that a conversation's next turn, and what goes on, can be asked before it has been answered."""
+
+    def __init__(self, rng: np.random.Generator, alone: Alone, most: int):
+        self.rng, self.alone, self.most = rng, alone, most  # most: positions that one request may take
+        self.vocab = alone.decoder.vocab_size
+        self.prompts = [rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)]
+        self.talks: dict[str, list[int]] = {}  # what has been said in them
+        self.made: list[Request] = []
+
+    def one(self) -> Request:
+        rng, how = self.rng, self.rng.random()
+        prompt, more = list(self.prompts[int(rng.integers(3))]), dict[str, Any]()
+        if how < 0.25:
+            name = f"talk {int(rng.integers(2))}"
+            prompt, more["conversation"] = self.talks.get(name, prompt), name
+        elif how < 0.35:
+            more["include_prompt_logprobs"] = True
+        room = self.most - len(prompt)
+        params = self._params(int(rng.integers(1, min(26, room + 1))))
+        several = 1 if more else int(rng.integers(1, 5))
+        more |= dict(problem=len(self.made), seed=4, first_index=int(rng.integers(3)))
+        request = Request(prompt=prompt, num_samples=several, params=params, **more)
+        if how > 0.85:
+            request = self._begun(request, more)
+        self.made.append(request)
+        if "conversation" in more:
+            self._said(request, more["conversation"])
+        return request
+
+    def _params(self, max_tokens: int) -> SamplingParams:
+        rng = self.rng
+        stops: list[Any] = [None, [], rng.integers(0, self.vocab, int(rng.integers(1, 4))).tolist(), ["ab", "q"], ["zz"]]
+        cut = rng.random()
+        return SamplingParams(
+            max_tokens=max_tokens, temperature=float(rng.choice([0.0, 0.7, 1.0])), stop=stops[int(rng.integers(len(stops)))],
+            top_k=3 if cut < 0.1 else -1, top_p=0.8 if 0.05 < cut < 0.15 else 1.0, untruncated_logprobs=bool(rng.random() < 0.3),
+        )  # fmt: skip
+
+    def _begun(self, request: Request, more: dict[str, Any]) -> Request:
+        """The same with some of its first sample drawn before it was asked; it ends as it would have ended."""
+        alone = Request(prompt=request.prompt, params=request.params, **more)
+        whole = self.alone(alone)[0]
+        if len(whole.tokens) < 2 or whole.logprobs is None:
+            return alone
+        upto = int(self.rng.integers(1, len(whole.tokens)))
+        begun = SampledSequence(whole.tokens[:upto], whole.logprobs[:upto], version=0)
+        going = Request(prompt=request.prompt, params=request.params, begun=begun, **more)
+        self.alone.known[id(going)] = going, [whole]
+        return going
+
+    def _said(self, request: Request, name: str) -> None:
+        told = [*request.prompt, *self.alone(request)[0].tokens, *self.rng.integers(0, self.vocab, int(self.rng.integers(1, 4))).tolist()]
+        if len(told) < self.most - 2:
+            self.talks[name] = told
+        else:
+            self.talks.pop(name, None)
+
+
+KINDS = ("plain", "paged", "stepped")
+
+
+def engine_of(kind: str, decoder: Any, rng: np.random.Generator, most: int, page: int, version: int = 0) -> Engine:
+    """An engine with room for little more than one request."""
+    pages, max_rows, look = int(rng.integers(1, 24)), int(rng.integers(1, 12)), int(rng.integers(1, 10))
+    if kind == "plain":
+        return Engine(decoder, EOS, Letters(), kv_cache_tokens=2 * most + page * pages, max_rows=max_rows, version=version)
+    settings: dict[str, Any] = dict(kv_cache_tokens=page * (-(-most // page) + pages), max_rows=max_rows, page=page, version=version)
+    if kind == "stepped":
+        return SteppedEngine(decoder, EOS, Letters(), look=look, **settings)
+    return PagedEngine(decoder, EOS, Letters(), **settings)
+
+
+class Play:
+    """One workload through one engine. `finished`: by the request's place in `asked.made`."""
+
+    def __init__(self, kind: str, seed: int, decoders: tuple[Any, Any], alone: Alone, change: str):
+        """`change`: new weights with other numbers ("other"), with the same ("same"), or none ("none")."""
+        self.kind, self.change, self.decoders = kind, change, decoders
+        # How requests look must not depend on how long the engine takes: streams of their own.
+        self.rng, asking = np.random.default_rng(seed), np.random.default_rng(seed + 1_000_000)
+        self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
+        self.asked = Asked(asking, alone, self.most)
+        self.version, self.decoder = 0, decoders[0]
+        self.engine = engine_of(kind, decoders[0], self.rng, self.most, self.page)
+        self.place: dict[int, int] = {}  # of an engine's request among those made
+        self.finished: dict[int, list[SampledSequence]] = {}
+        self.first_seen: dict[int, int] = {}  # the version when it was asked
+        self.dropped: set[int] = set()
+        self.happened: dict[str, int] = dict.fromkeys(("waited", "looks", "dropped", "changed", "moved", "kept", "begun"), 0)
+
+    def all(self) -> None:
+        for _ in range(int(self.rng.integers(6, 14))):
+            self._something()
+        while self.engine.busy:
+            self._step()
+        self._count()
+        tables = getattr(self.engine._state, "tables", None)
+        for name in self.asked.talks:
+            self.engine.forget(name)
+        self.engine._forget_conversations()
+        if tables is not None:
+            assert tables.pool.free == len(tables.pool.held) and not tables.rows and not tables.prompts
+        wanted = set(range(len(self.asked.made))) - self.dropped
+        assert set(self.finished) == wanted, (set(self.finished) ^ wanted, self.dropped)
+
+    def _something(self) -> None:
+        what, engine = self.rng.random(), self.engine
+        if what < 0.45:
+            for _ in range(int(self.rng.integers(1, 4))):
+                self._ask(self.asked.one(), len(self.asked.made) - 1)
+        elif what < 0.75:
+            for _ in range(int(self.rng.integers(1, 12))):
+                self._step()
+        elif what < 0.82 and self.place:
+            number = int(self.rng.choice(list(self.place)))
+            engine.drop(number)
+            self.happened["dropped"] += 1
+            self.dropped.add(self.place.pop(number))
+        elif what < 0.90 and self.change != "none":
+            self.version += 1
+            self.decoder = self.decoders[self.version % 2] if self.change == "other" else self.decoder.fork()
+            engine.change_weights(self.decoder, self.version)
+            self.happened["changed"] += 1
+        elif what < 0.95:
+            self._move()
+        else:
+            self._look()
+
+    def _ask(self, request: Request, place: int) -> None:
+        self.place[self.engine.add(request)] = place
+        self.first_seen.setdefault(place, self.version)
+        self.happened["begun"] += request.begun is not None
+
+    def _step(self) -> None:
+        if isinstance(self.engine, SteppedEngine):
+            self.engine.most = None if self.rng.random() < 0.8 else int(self.rng.integers(1, 4))
+        for done in self.engine.step():
+            place = self.place.pop(done.request_id)
+            assert place not in self.finished
+            self.finished[place] = done.given().sequences
+        if isinstance(self.engine, PagedEngine):
+            check(self.engine._state.tables)
+
+    def _move(self) -> None:
+        """To another engine, as far as it has come; what several samples have drawn is drawn again."""
+        unfinished = self.engine.unfinished()
+        assert [self.place.get(number) for number, _ in unfinished] == list(self.place.values())
+        self._count()
+        self.engine = engine_of(self.kind, self.decoder, self.rng, self.most, self.page, self.version)
+        places, self.place = list(self.place.values()), {}
+        for place, (_, request) in zip(places, unfinished, strict=True):
+            self._ask(request, place)
+        self.happened["moved"] += 1
+
+    def _look(self) -> None:
+        """What is drawn so far is the beginning of what it gives in the end; nothing moves by asking."""
+        once, again = self.engine.drawn(), self.engine.drawn()
+        assert {key: {s: one.tokens for s, one in samples.items()} for key, samples in once.items()} == {
+            key: {s: one.tokens for s, one in samples.items()} for key, samples in again.items()
+        }
+        if self.change == "other":
+            return
+        for number, samples in once.items():
+            alone = self.asked.alone(self.asked.made[self.place[number]])
+            for sample, one in samples.items():
+                assert one.tokens == alone[sample].tokens[: len(one.tokens)]
+
+    def _count(self) -> None:
+        self.happened["waited"] += getattr(self.engine, "evictions", 0)
+        self.happened["looks"] += getattr(self.engine, "looks", 0)
+        self.happened["kept"] += self.engine.counters.kept_tokens
+
+
+def same(mine: SampledSequence, alone: SampledSequence, upto: int | None = None) -> None:
+    """The first `upto` tokens (None: all, and why it ended)."""
+    count = len(alone.tokens) if upto is None else upto
+    assert mine.tokens[:count] == alone.tokens[:count]
+    np.testing.assert_allclose(mine.logprobs[:count], alone.logprobs[:count], atol=2e-4)
+    if upto is None:
+        assert len(mine.tokens) == count and mine.stop_reason == alone.stop_reason
+
+
+def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[str, int]:
+    """A workload; AssertionError where a sample, a version or a page is not what it must be. What happened, counted."""
+    alone = Alone(decoders[0])
+    one = Play(kind, seed, decoders, alone, change)
+    one.all()
+    others = Alone(decoders[1])
+    compared = 0
+    for place, sequences in one.finished.items():
+        request = one.asked.made[place]
+        for i, mine in enumerate(sequences):
+            versions = mine.versions or [mine.version] * len(mine.tokens)
+            assert len(versions) == len(mine.tokens) and versions == sorted(versions) and min(versions) == mine.version
+            if change != "other":
+                same(mine, alone(request)[i])
+                compared += len(mine.tokens)
+            elif request.begun is None and len(set(v % 2 for v in versions)) == 1 and max(versions) - min(versions) < 2:
+                same(mine, (alone, others)[versions[0] % 2](request)[i])  # of one kind of weights from its prompt on
+                compared += len(mine.tokens)
+            elif request.begun is None:
+                first = next(n for n, v in enumerate(versions) if v != versions[0])
+                same(mine, (alone, others)[versions[0] % 2](request)[i], first)
+                compared += first
+    return one.happened | {"compared": compared, "requests": len(one.asked.made)}

@@ -1,0 +1,104 @@
+"""Matrices in a second layout: the products are those of float64, and no layout outlives the numbers that it was made of."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+
+from rl.sampler import Engine, Request, make_decoder, packed
+from rl.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+WIDE = dict(hidden_size=256, intermediate_size=512, head_dim=32, vocab_size=2000, num_hidden_layers=1)
+
+
+def wide(kind="qwen3"):
+    """Gate and up, and the head, are large enough."""
+    return tiny_model(kind, **WIDE)
+
+
+def answer(decoder, prompt=(4, 9, 2)):
+    engine = Engine(decoder)
+    engine.add(Request(prompt=list(prompt), num_samples=3, params=SamplingParams(max_tokens=6)))
+    return [(s.tokens, s.logprobs) for s in engine.run()[0].sequences]
+
+
+@pytest.mark.parametrize("rows", [(1,), (3,), (64,), (130,), (2, 70)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_float64s(rows, biased):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(*rows, 600, generator=g), torch.randn(700, 600, generator=g)
+    bias = torch.randn(700, generator=g) if biased else None
+    with torch.inference_mode():
+        found = packed.product(x, weight, bias)
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    bound = 600 * 2.0**-24 * (x.double().abs() @ weight.double().abs().t() + 4)
+    assert found.dtype == torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
+    calls, product = [], packed.product
+    monkeypatch.setattr(packed, "product", lambda *given: calls.append(product(*given)) or calls[-1])
+    model = wide(kind)
+    for tokens, logprobs in answer(make_decoder(model, kind="fast")):
+        torch.testing.assert_close(torch.tensor(logprobs), reference_logprobs(model, [4, 9, 2], tokens).float(), atol=2e-4, rtol=0)
+    assert any(one is not None for one in calls)
+
+
+def test_weights_that_are_loaded_in_place_are_the_next_products():
+    model = wide()
+    decoder = make_decoder(model, kind="fast")
+    before = answer(decoder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    with torch.inference_mode():
+        decoder.load_(model.named_parameters())
+    after = answer(decoder)
+    assert after != before and after == answer(make_decoder(model, kind="fast"))
+
+
+def test_forks_share_the_layout_of_what_they_share():
+    """An adapter's versions stand on one base: each has its own adapters, and the base's matrices are there once more, not once each."""
+    decoder = make_decoder(add_lora(wide(), ["q_proj", "down_proj"]), kind="fast")
+    answer(decoder)
+    held = len(packed._made)
+    other = decoder.fork()
+    assert answer(other) == answer(decoder) and len(packed._made) == held
+    del decoder, other
+    assert len(packed._made) < held
+
+
+def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
+    small, large = torch.zeros(8, 8), torch.zeros(512, 512)
+    assert packed.product(torch.zeros(1, 8), small, None) is None
+    assert packed.product(torch.zeros(1, 512, dtype=torch.bfloat16), large.bfloat16(), None) is None
+    with torch.inference_mode():
+        assert packed.product(torch.zeros(1, 512), torch.zeros(512, 512), None) is None  # its changes are not counted
+    assert packed.fits([large, small]) and not packed.fits([small]) and not packed.fits([])
+    monkeypatch.setattr(packed, "MOST", large.nbytes)
+    assert packed.fits([large]) and not packed.fits([large, large])
+    assert not make_decoder(wide(), kind="fast").head.packs
+
+
+def test_the_plan_counts_what_is_held_twice():
+    """The layouts that a decoder has made, in bytes; none on a GPU, in bfloat16, or past the most."""
+    plan = import_module("rl.memory.plan")  # its room's door hands on a function of that name
+
+    model = wide()
+    c = model.config
+    sizes = dict(hidden=c.hidden_size, heads=c.num_attention_heads, key_heads=c.num_key_value_heads, head_width=c.head_dim)
+    sizes |= dict(layers=c.num_hidden_layers, mlp=c.intermediate_size, vocab=c.vocab_size)
+    nothing = dict(parameters=0, trainable=0, adapters=0, small=0, largest=0, max_context=None, windowed=False)
+    shape = plan.ModelShape(name="x", fast=True, **sizes, **nothing)
+    decoder = make_decoder(model, kind="fast")
+    held = sum(one.weight.nbytes for layer in decoder.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
+               if one.packs and one.weight.numel() >= packed.LEAST)  # fmt: skip
+    launch = plan.Launch(cuda=False, bf16=False, world=1, per_node=1, zero=None, fsdp=False)
+    assert held > 0 and plan.packed_copy(shape, launch) == held
+    assert (plan.PACKED_LEAST, plan.PACKED_MOST) == (packed.LEAST, packed.MOST)
+    assert plan.packed_copy(shape, replace(launch, bf16=True)) == plan.packed_copy(shape, replace(launch, cuda=True)) == 0
+    assert plan.packed_copy(replace(shape, layers=2000), launch) == 0
