@@ -35,7 +35,8 @@ import scaling_teams  # noqa: E402
 from scaling_models import NAMES, skeletons  # noqa: E402
 from scaling_page import draw, show, write_csv  # noqa: E402
 
-from rl.memory.plan import GIB, REUSE, ROOM, Held, Launch, ModelShape, Work, plan  # noqa: E402
+from rl.memory.given import Held, Launch, ModelShape, Work  # noqa: E402
+from rl.memory.plan import GIB, REUSE, ROOM, plan  # noqa: E402
 from rl.memory.step import micro_batch, sampled_at_once  # noqa: E402
 
 RESULTS = HERE / "results"

@@ -25,7 +25,8 @@ from scaling import GPUS, STAGES, Driver, Hardware, Load, Step, arguments, launc
 from scaling_models import skeletons  # noqa: E402
 
 from rl.memory import plan_sampler  # noqa: E402
-from rl.memory.plan import GIB, ROOM, Held, Launch, ModelShape  # noqa: E402
+from rl.memory.given import Held, Launch, ModelShape  # noqa: E402
+from rl.memory.plan import GIB, ROOM  # noqa: E402
 
 TO_HOST = 25e9  # bytes/s from a GPU to the memory of its machine
 

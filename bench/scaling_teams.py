@@ -14,7 +14,8 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.memory import check_team_holds
-from rl.memory.plan import FP32, PREFILL_TOKENS, Launch, ModelShape
+from rl.memory.given import FP32, Launch, ModelShape
+from rl.memory.plan import PREFILL_TOKENS
 
 SIZES = (1, 2, 4, 8)
 DRAWN = 2 * 8  # bytes of a drawn token and its logprob, as they are sent

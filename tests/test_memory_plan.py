@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rl.memory.plan import Held, Launch, MicroBatch, ModelShape, Plan, Work, plan
+from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
+from rl.memory.plan import Plan, plan
 from rl.memory.step import micro_batch, sampled_at_once
 from rl.memory.storages import Storages
 from rl.memory.trace import HEAD_BLOCKS, Arithmetic, Skeleton

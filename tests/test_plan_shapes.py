@@ -11,7 +11,7 @@ import torch
 from bench.tiny_models import tiny_config
 from rl.errors import UserError
 from rl.memory import storages, trace
-from rl.memory.plan import MicroBatch
+from rl.memory.given import MicroBatch
 from rl.memory.trace import Arithmetic, Skeleton
 from rl.types import LoraConfig
 

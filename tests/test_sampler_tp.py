@@ -22,7 +22,8 @@ from test_sampler_split import ALL, on_ranks, split
 from bench.scaling_models import config_of
 from rl.clients import SamplerSettings
 from rl.errors import UserError
-from rl.memory.plan import GIB, Held, Launch, MicroBatch, ModelShape, Work, kv_cache, plan, sampler_copy, sampler_working
+from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
+from rl.memory.plan import GIB, kv_cache, plan, sampler_copy, sampler_working
 from rl.memory.trace import Skeleton
 from rl.methods import METHODS
 from rl.run.device_side import worker_settings

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.tiny_models import VOCAB, tiny_model
-from rl.memory.plan import Launch
+from rl.memory.given import Launch
 from rl.memory.trace import Skeleton
 from rl.types import LoraConfig
 
@@ -163,7 +163,7 @@ def test_seconds_of_a_team_by_hand(scaling):
 
 
 def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
-    from rl.memory.plan import Held
+    from rl.memory.given import Held
 
     shape = scaling.skeletons(["32B"])["32B"].shape
     load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()

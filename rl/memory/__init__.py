@@ -1,16 +1,7 @@
 """Bytes that a run would hold, worked out before it begins."""
 
-from rl.memory.plan import (
-    GIB,
-    ROOM,
-    Held,
-    Launch,
-    MicroBatch,
-    ModelShape,
-    Plan,
-    Work,
-    plan,
-)
+from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
+from rl.memory.plan import GIB, ROOM, Plan, plan
 from rl.memory.roles import plan_sampler, staged
 from rl.memory.step import micro_batch, sampled_at_once
 from rl.memory.teams import check_team_holds

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.memory.plan import (
-    BF16,
-    CUDA_BYTES,
-    FP32,
-    Item,
-    Launch,
-    ModelShape,
-    Plan,
-    Work,
-    always,
-    kv_cache,
-    packed_copy,
-    sampler_copy,
-    sampler_working,
-)
+from rl.memory.given import BF16, FP32, Launch, ModelShape, Work
+from rl.memory.plan import CUDA_BYTES, Item, Plan, always, kv_cache, packed_copy, sampler_copy, sampler_working
 
 
 def arriving(shape: ModelShape, launch: Launch) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.memory.plan import MicroBatch
+from rl.memory.given import MicroBatch
 
 
 def micro_batch(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rl.memory.plan import Held
+from rl.memory.given import Held
 
 KINDS = tuple(field.name for field in dataclasses.fields(Held))
 

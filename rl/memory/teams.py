@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl.errors import UserError
-from rl.memory.plan import ModelShape
+from rl.memory.given import ModelShape
 from rl.sampler import check_counts
 
 

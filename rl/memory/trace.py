@@ -23,7 +23,8 @@ from kernels import head_bytes
 from rl.errors import UserError
 from rl.layers import Layers, config_number, describe, first_layers_, layer_list, rhythm, share_weights, width
 from rl.learner import HeadRequest, LogprobHead
-from rl.memory.plan import SMALL, Held, MicroBatch, ModelShape
+from rl.memory.given import Held, MicroBatch, ModelShape
+from rl.memory.plan import SMALL
 from rl.memory.storages import Course, Storages
 from rl.models import LoadedModel, add_lora, attention_mask_for, belongs_to_eyes, inner_model, load_skeleton, unadapted_share
 from rl.sampler import Unsupported, check_supported, frozen_matrices, held_whole, lower_frozen_

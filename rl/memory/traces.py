@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rl.errors import UserError
-from rl.memory.plan import Held, MicroBatch, ModelShape
+from rl.memory.given import Held, MicroBatch, ModelShape
 from rl.memory.trace import Arithmetic, Skeleton
 from rl.types import LoraConfig
 
