@@ -354,6 +354,29 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
         assert wires.wait(wires.step(model, 2))["metrics"]["skipped"] == 1.0
 
 
+def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
+    """One key, one name for both sessions and for what they save: each goes on with its own weights, nothing is written over."""
+    with server(tmp_path) as one:
+        seen = []
+        for seed in (1, 2):
+            wires = Wire(one)
+            wires.session = wires.post("create_session", tags=["me"], user_metadata={"name": "run"}, display_name="run")["session_id"]
+            model = wires.model(seed=seed)
+            wires.output(wires.ask(model, 1, texts(4, seed)))
+            wires.wait(wires.step(model, 2))
+            path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))["path"]
+            after = wires.output(wires.ask(model, 4, texts(4, 9), forward_only=True))[0]
+            seen.append((wires, model, path, after))
+        (a, model, path, _), (_, _, other, _) = seen
+        assert path != other
+        assert "one" in a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))["error"], "a name is given once"
+        for wires, _, path, after in seen:
+            again = wires.wait(wires.post("load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True))["model_id"]
+            found = wires.output(wires.ask(again, 1, texts(4, 9), forward_only=True))[0]
+            assert all(np.array_equal(x, y) for x, y in zip(after, found, strict=True))
+        assert not np.array_equal(seen[0][3][0], seen[1][3][0])
+
+
 def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     import io
     import tarfile
