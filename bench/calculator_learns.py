@@ -1,11 +1,13 @@
 """A tiny model learns to call the calculator: `python bench/calculator_learns.py --seeds 0 1 2 --csv bench/results/calculator_learns.csv`.
 
-Two stages of train.py. sft on few rows teaches the form of a call and of an answer: half of the rows call the tool, half guess. grpo in the
-environment `calculator` then has the reward alone to tell which of the two is better. Bar: after grpo at least BAR of the held-out sums are
-right (sampled), which the model after sft misses, and so does the untrained one.
+Two stages of train.py. sft teaches the form of a call and of an answer: a third of the rows call the tool, a third answer after a call,
+a third guess. No row is seen twice: a model that meets few sums learns these by heart and copies the numbers of others badly. grpo in the
+environment `calculator` then has the reward alone to tell which of the two is better. Bar: after grpo at least BAR of the held-out sums
+are right (sampled), which the model after sft misses, and so does the untrained one.
 """
 
 import argparse
+import csv
 import json
 import random
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BAR = 0.85
+SFT_BATCH = 48
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 
 
@@ -38,7 +41,7 @@ def warm_up_rows(count: int, digits: int, seed: int = 0) -> list[dict]:
 def command(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> list[str]:
     """Writes the rows and the recipe; the words of train.py."""
     data = folder / "warm_up.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in warm_up_rows(3000, digits)))
+    data.write_text("".join(json.dumps(row) + "\n" for row in warm_up_rows(sft_steps * SFT_BATCH, digits)))
     recipe = folder / "calculator.yaml"
     recipe.write_text(f"""base_model: tiny:ascii
 rollouts_every: 0
@@ -48,7 +51,7 @@ stages:
     dataset: {data}
     reward: null
     steps: {sft_steps}
-    batch_size: 48
+    batch_size: {SFT_BATCH}
     learning_rate: 4e-3
     schedule: cosine
     warmup_steps: 10
@@ -92,21 +95,30 @@ def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> d
     return {**found, "seconds": time.perf_counter() - begin}
 
 
+def write(path: Path, row: dict[str, str]) -> None:
+    """Adds a row in the place of an older one of the same seed."""
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = [one for one in rows if one["seed"] != row["seed"]] + [row]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row))
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda one: int(one["seed"])))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60, help="of grpo")
     parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--digits", type=int, default=2)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, help="rows of the same seeds are replaced")
     args = parser.parse_args()
-    lines = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             found = learn(Path(folder), seed, args.steps, args.sft_steps, args.digits)
-        found |= {"passes": float(found["correct after"] >= BAR > found["correct before"])}
-        lines = lines or [",".join(found)]
-        lines.append(",".join(f"{value:.4g}" for value in found.values()))
-        print(lines[-1], flush=True)
+        row = {name: f"{value:.4g}" for name, value in found.items()}
+        row |= {"passes": str(found["correct after"] >= BAR > found["correct before"])}
+        row |= {"command": f"python bench/calculator_learns.py --seeds {seed} --steps {args.steps} --sft-steps {args.sft_steps}"}
+        print(row, flush=True)
         if args.csv:
-            args.csv.write_text(f"# python bench/calculator_learns.py {' '.join(sys.argv[1:])}\n" + "\n".join(lines) + "\n")
+            write(args.csv, row)

@@ -13,7 +13,8 @@ from test_rollout import PARAMS, Countdown, Countdowns, said
 
 from rl import ServiceClient
 from rl.clients import SampleStream
-from rl.environments import EnvironmentGroup, ProblemGroupBuilder, environment_from_words
+from rl.environments import Environment, EnvironmentGroup, ProblemGroupBuilder, Turn, environment_from_words, resolve_environment
+from rl.environments.wrappers.tinker import TinkerGroup
 from rl.episodes import Clock, EpisodeFailed, Replayed, Waiters, continuous_rollout, rollout
 from rl.renderers import get_renderer
 from rl.rewards import Scorer
@@ -188,3 +189,30 @@ def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
     with pytest.raises(Exception, match="log of decisions is of another run"):
         continuous([Countdowns(0, [2, 2])], sampler, seed=3, clock=Replayed(log))
+
+
+class Strays(Environment):
+    """Its second member gives its next turn to somebody who does not play."""
+
+    seats = (None, None)
+
+    def start(self):
+        self.seats = (None, "nobody" if self.member == 1 else None)
+        return "1+"
+
+    def step(self, answer):
+        return Turn("2", reward=1.0, seat=1) if self.member == 1 else Turn(reward=2.0, done=True)
+
+
+def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(sampler):
+    renderer = get_renderer("plain", sampler.get_tokenizer())
+
+    class Unmade:
+        async def make_envs(self):
+            raise OSError("no luck")
+
+    game = EnvironmentGroup(resolve_environment(Strays), Problem((), {}, index=0), 2, renderer)
+    found = continuous([game, TinkerGroup(Unmade(), 1)], sampler, seed=1)
+    assert [group.get_total_rewards() for group in found.groups] == [[2.0]], found.errors
+    first, second = found.errors
+    assert "gave seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
