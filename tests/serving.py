@@ -55,7 +55,14 @@ class Wire:
     """One client of a server: a session, and what the SDK would send."""
 
     def __init__(self, served: Served, key: str = "tml-nobody"):
-        self.http = TestClient(served.app, headers={"x-api-key": key}, raise_server_exceptions=False)
+        self.http: Any = TestClient(served.app, headers={"x-api-key": key}, raise_server_exceptions=False)
+
+    @classmethod
+    def over(cls, http: Any) -> Wire:
+        """Of a server in another process; `http`: an httpx.Client of its address."""
+        found = cls.__new__(cls)
+        found.http = http
+        return found
 
     def post(self, path: str, status: int = 200, /, **fields: Any) -> dict[str, Any]:
         answer = self.http.post(f"/api/v1/{path}", json=fields)

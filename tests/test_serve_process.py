@@ -1,7 +1,6 @@
 """serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and the log of one that runs."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -9,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn", reason="pip install -r requirements-serve.txt")
-from serving import BASE  # noqa: E402
+from serving import BASE, Wire, server  # noqa: E402
+from test_serve import texts  # noqa: E402
 
 from rl.errors import UserError  # noqa: E402
 from rl.serve.door import check_certificate, take_address  # noqa: E402
@@ -66,14 +67,15 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
         check_certificate(cert, tmp_path / "nothing")
 
 
-def started(folder, *flags, env=()):
+def started(folder, *flags, launcher=()):
     """serve.py, its standard error in `folder`/log; and where it serves."""
-    words = [sys.executable, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir", str(folder / "out"), *map(str, flags)]
+    words = [*launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir", str(folder / "out"), *map(str, flags)]
     with (folder / "log").open("a") as log:
-        process = subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **dict(env)})
-    line = process.stdout.readline()
-    assert " at https://" in line, line + (folder / "log").read_text()[-2000:]
-    return process, line.split(" at ")[1].strip()
+        process = subprocess.Popen([sys.executable, *words], cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
+    for line in process.stdout:  # DeepSpeed writes there as well
+        if line.startswith("serving "):
+            return process, line.split(" at ")[1].strip()
+    raise AssertionError((folder / "log").read_text()[-2000:])
 
 
 @pytest.mark.slow
@@ -124,6 +126,40 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_told_to_end(tmp_path, config):
+    def learns(wires):
+        wires.open()
+        model = wires.model()
+        seen = [wires.output(wires.ask(model, 1, texts(5, 0)))[0]]
+        norm = wires.wait(wires.step(model, 2))["metrics"]["grad_norm"]
+        seen.append(wires.output(wires.ask(model, 3, texts(5, 1), forward_only=True))[0])
+        drawn = [one.tokens for one in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences]
+        return model, seen, norm, drawn
+
+    with server(tmp_path / "alone") as one:
+        _, seen, norm, drawn = learns(Wire(one))
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2"]
+    process, url = started(tmp_path, launcher=[*launcher, "--main_process_port", "0"])
+    try:
+        wires = Wire.over(httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120))
+        model, *found = learns(wires)
+        process.send_signal(signal.SIGTERM)  # to the launcher, as a cluster does; its exit code is its own
+        process.wait(120)
+    finally:
+        process.kill()
+    for mine, theirs in zip(found[0], seen, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    assert found[1] == pytest.approx(norm, rel=1e-5) and found[2] == drawn
+    with server(tmp_path / "out", resume=True) as one:  # by one process now
+        again = Wire(one)
+        after = again.output(again.ask(model, 5, texts(5, 1), forward_only=True))[0]
+    for a, b in zip(after, found[0][1], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.slow
