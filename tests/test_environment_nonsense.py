@@ -33,6 +33,9 @@ FILE = textwrap.dedent('''
             if self.member == 1 and self.row["when"] == "step":
                 return eval(self.row["code"])
             return Turn(reward=1.0, done=True, metrics={"first": 1.0, "drawn": self.drawn[0], "other": self.drawn[1]})
+    class Reason(Environment):
+        def start(self): return "go"
+        def step(self, answer): return Turn(reward=1.0, done=True, truncated="time limit", logs_of={0: {"own": "kept"}})
     class Talk(Environment):
         seats = (None, None)
         def start(self):
@@ -70,6 +73,11 @@ NONSENSE = {
     "Turn({'role': 'user', 'content': 'a'})": "neither a text nor a list",
     "Turn('a', seat='x')": "names the seat 'x'",
     "Turn('a', seat=None)": "names the seat None",
+    "Turn(done=numpy.zeros(2))": "gave for done ",
+    "Turn(done=True, truncated=numpy.zeros(2))": "gave for truncated ",
+    "Turn('\\ud800')": "half of a surrogate pair",
+    "Turn(done=True, metrics={Mute(): 1.0})": "",
+    "Turn(done=True, logs={'a': [Mute()]})": "",
     "[Turn(done=True)]": "",
     "Mute()": "",
     "type": "",
@@ -91,7 +99,7 @@ AT_START = {
 def specs(tmp_path_factory):
     file = tmp_path_factory.mktemp("pair") / "pair.py"
     file.write_text(FILE)
-    threads = {name: environment_from_words(f"{file}:{name}", []) for name in ("Pair", "Talk")}
+    threads = {name: environment_from_words(f"{file}:{name}", []) for name in ("Pair", "Talk", "Reason")}
     processes = {name: isolated(spec) for name, spec in threads.items()}
     yield {"threads": threads, "processes": processes}
     for spec in processes.values():
@@ -128,6 +136,14 @@ def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
     for group, figure, log in ((first, 1.0, "first"), (second, 2.0, "second")):
         last = group.trajectories_G[0].transitions[-1]
         assert last.episode_done and last.metrics["m"] == figure and last.logs["l"] == log
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_a_reason_in_words_cuts_an_episode_short(specs, where):
+    found = played(specs[where]["Reason"], [{}], 2)
+    assert not found.errors
+    for one in found.groups[0].trajectories_G:
+        assert one.transitions[-1].metrics["truncated"] == 1.0 and one.transitions[-1].logs["own"] == "kept"
 
 
 def test_modules_generators_in_processes_are_the_groups(specs):

@@ -18,6 +18,7 @@ import pytest
 from sampler_models import VOCAB, add_lora, one_thread, tiny_model  # noqa: F401
 from test_distributed import REPO, run, sharded
 from test_sampler_split import ALL, on_ranks, split
+from transformers import AutoConfig
 
 from bench.scaling_models import config_of
 from rl.clients import SamplerSettings
@@ -26,9 +27,10 @@ from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
 from rl.memory.plan import GIB, kv_cache, plan, sampler_copy, sampler_working
 from rl.memory.trace import Skeleton
 from rl.methods import METHODS
+from rl.run import plan_changes
 from rl.run.device_side import worker_settings
 from rl.run.plan import check, show
-from rl.run.plan_changes import remedies, shown, together
+from rl.run.plan_changes import ahead, remedies, shown, together
 from rl.run.plan_needs import needs_of
 from rl.run.reopen import open_weights
 from rl.serve.main import Served, settings_of
@@ -172,6 +174,18 @@ def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_canno
     assert {change.words for change in small if change.kind == "sampler_tp"} <= {"--sampler-tp 2"}
     hf = remedies(asked(LINE.format(tmp_path) + " --sampler hf"), ranks, 512)
     assert not [change for change in hf if change.kind == "sampler_tp"]
+
+
+def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
+    """Three processes of a machine that hold the sampler together: 8 GPUs are no whole number of threes, and nothing ends over that."""
+    sizes = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3)
+    AutoConfig.for_model("llama", **sizes, vocab_size=4096, bos_token_id=1, eos_token_id=2).save_pretrained(tmp_path)
+    run, launch = asked(LINE.format(tmp_path) + " --sampler-tp 3"), Launch(cuda=True, bf16=True, world=3, per_node=3)
+    ahead(run, launch, 512)
+    assert remedies(run, launch, 512)
+    for line, there in ((" --sampler-tp 3", False), ("", True)):
+        tried = plan_changes._candidates(asked(LINE.format(tmp_path) + line), launch)
+        assert any("accelerate_configs" in change.words for change in tried) is there
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused

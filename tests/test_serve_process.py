@@ -17,7 +17,7 @@ from serving import BASE, Wire, server  # noqa: E402
 from test_serve import texts  # noqa: E402
 
 from rl.errors import UserError  # noqa: E402
-from rl.serve.door import check_certificate, take_address  # noqa: E402
+from rl.serve.door import check_certificate, let_go, listen_soon, take_address  # noqa: E402
 from rl.serve.settings import ServedBase, ServeSettings  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
@@ -29,14 +29,38 @@ def at(tmp_path, host="127.0.0.1", port=0):
 
 
 def test_an_address_that_cannot_be_had_is_named(tmp_path):
-    with take_address(at(tmp_path)) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(ConnectionRefusedError):  # until it serves
-            socket.create_connection(("127.0.0.1", port), 5)
-        first.listen()
-        with pytest.raises(UserError, match=f"--port {port}: something listens there already"):
-            take_address(at(tmp_path, port=port))
-    take_address(at(tmp_path, port=port)).close()
+    (first,) = taken = take_address(at(tmp_path))
+    port = first.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):  # until it serves
+        socket.create_connection(("127.0.0.1", port), 5)
+    for begins in (lambda: None, lambda: listen_soon(taken), first.listen):  # two that load side by side, and one that serves
+        begins()
+        if begins is first.listen or not first.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+            with pytest.raises(UserError, match=f"--port {port}: somebody has it already"):
+                take_address(at(tmp_path, port=port))
+    with socket.create_connection(("127.0.0.1", port), 5) as client:  # the server ends first, and its side of this waits on
+        served, _ = first.accept()
+        let_go(taken)
+        served.close()
+        client.recv(1)
+    (again,) = taken = take_address(at(tmp_path, port=port))
+    assert again.getsockname()[1] == port
+    let_go(taken)
+
+
+def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
+    kinds = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(family, socket.SOCK_STREAM, 6, "", where) for family, where in kinds])
+    taken = take_address(at(tmp_path, host="localhost"))
+    assert taken[0].family == socket.AF_INET and len({one.getsockname()[1] for one in taken}) == 1
+    let_go(taken)
+    kinds[0] = (socket.AF_INET6, ("2001:db8::1", 0, 0, 0))  # of no machine (RFC 3849)
+    (only,) = taken = take_address(at(tmp_path, host="localhost"))
+    assert only.family == socket.AF_INET
+    let_go(taken)
+
+
+def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):
     with pytest.raises(UserError, match="--host no.such.host.invalid"):
         take_address(at(tmp_path, host="no.such.host.invalid"))
     with pytest.raises(UserError, match="no such address"):

@@ -1,6 +1,7 @@
 """A script with several services, one after another and side by side, run by test_services.py. Usage: two_services.py OUT."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
+from rl.clients import WorkerSettings  # noqa: E402
+from rl.errors import UserError  # noqa: E402
 
 PROMPT = types.ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 
@@ -21,6 +24,15 @@ def use(service: ServiceClient, seed: int) -> list:
     return [norm, client.info["world"], tokens]
 
 
+def refused(out: Path) -> str:
+    """What is said of a service whose learners DeepSpeed would train in the first one's precision."""
+    try:
+        ServiceClient(output_dir=out, settings=WorkerSettings(dtype="bf16")).create_full_training_client("tiny:addition").result()
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
 def main(out: Path) -> None:
     results = {}
     with ServiceClient(output_dir=out / "a", seed=1) as first:
@@ -32,6 +44,8 @@ def main(out: Path) -> None:
     results["again, with another beside it"] = use(again, 1)
     again.close("success", detail="done").result()
     results["beside, alone"] = use(beside, 2)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        results["of another precision"] = refused(out / "d")
     (out / "result.json").write_text(json.dumps(results))  # the last one is left open: the end of the script closes it
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rl.environments.checked import Checked, says_of
 from rl.environments.environment import Turn
-from rl.environments.hosts import BY_SEAT, MOST_CHARACTERS, Begun, Host, LocalHost, Task, characters, prepared
+from rl.environments.hosts import MOST_CHARACTERS, Begun, Host, LocalHost, Task, characters, prepared
 from rl.environments.problem import prompt_text
 from rl.environments.process import RemoteHost
 from rl.environments.registry import EnvironmentSpec
 from rl.environments.tools import Call
 from rl.environments.work import EpisodeThread, Work
 from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult
-from rl.jsonl import finite
-from rl.plain import plain_text, says
+from rl.plain import plain_text
 from rl.renderers import Renderer, with_calls
 from rl.seeds import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
@@ -148,7 +147,7 @@ class Shared:
         return self.spec.root.fork() if self._channel is None else self._channel.fork()
 
 
-class MessageEnv(Env):
+class MessageEnv(Checked, Env):
     """An `Environment` as the rollout plays it. Tokens are made here, in the caller's thread; the rest happens in the episode's own."""
 
     blocks = False
@@ -211,7 +210,8 @@ class MessageEnv(Env):
             metrics |= self._totals(truncated)
             # who played is known of every game of several, so that older versions are rated whoever wrote it
             who = {"players": [name or "policy" for name in self.players]} if len(self.players) > 1 else {}
-            logs_of = {seat: {**who, **turn.logs_of.get(seat, {})} for seat in range(len(self.players)) if seat != self.seat}
+            told = [seat for seat in range(len(self.players)) if seat != self.seat or seat in turn.logs_of]
+            logs_of = {seat: {**who, **turn.logs_of.get(seat, {})} for seat in told}
             seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": logs_of}
             return StepResult(turn.reward, True, metrics=metrics, logs={**who, **logs}, truncated=truncated, **seats)
         self._say(turn)
@@ -261,55 +261,8 @@ class MessageEnv(Env):
             raise self.failed(f"said what cannot be rendered: {error}") from error
         return conversation.seen, conversation.renderer.get_stop_sequences()
 
-    def _checked(self, given: Any) -> Turn:
-        if not isinstance(given, Turn):
-            raise self.failed(f"answered with {plain_text(says_of(given), 200)}; a Turn is expected")
-        for name in ("metrics", "logs", *BY_SEAT):
-            if not isinstance(found := getattr(given, name), Mapping):
-                raise self.failed(f"gave the {name} {plain_text(says_of(found), 100)}; names and what they stand for are expected")
-        given.reward = self._number(given.reward, "reward")
-        given.metrics = self._numbers(given.metrics, "metric")
-        given.logs = self._json(given.logs)
-        given.rewards = {self._seat(k): self._number(v, f"reward of seat {k}") for k, v in given.rewards.items()}
-        given.metrics_of = {self._seat(k): self._numbers(v, f"metric of seat {k},") for k, v in given.metrics_of.items()}
-        given.logs_of = {self._seat(k): self._json(v) for k, v in given.logs_of.items()}
-        return given
-
-    def _number(self, given: Any, what: str) -> float:
-        try:
-            found = math.nan if isinstance(given, (str, bytes)) else float(given)
-        except Exception:  # boundary: whatever the environment's object does when it is to be a number
-            found = math.nan
-        if not math.isfinite(found):
-            raise self.failed(f"gave the {what} {plain_text(says_of(given), 100)}; a finite number is expected")
-        return found
-
-    def _numbers(self, given: Any, what: str) -> dict[str, float]:
-        if not isinstance(given, Mapping):
-            raise self.failed(f"gave the {what} {plain_text(says_of(given), 100)}; numbers by their names are expected")
-        return {str(key): self._number(value, f"{what} {key!r}") for key, value in given.items()}
-
-    def _json(self, given: Any) -> Any:
-        try:
-            return finite(dict(given))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise self.failed(f"gave logs that are no JSON: {says(error, 200)}") from error
-
-    def _seat(self, given: Any) -> int:
-        if not isinstance(given, int) or not 0 <= given < len(self.players):
-            raise self.failed(f"gives something to the seat {plain_text(says_of(given), 100)}; there are {len(self.players)}, from 0")
-        return given
-
     def failed(self, what: str) -> EpisodeFailed:
         return EpisodeFailed(f"the environment {self.thread.name} {what}")
-
-
-def says_of(given: Any) -> str:
-    """repr(given), of an object that may refuse to say what it is."""
-    try:
-        return repr(given)
-    except Exception:  # boundary: the environment's own object
-        return f"an object of type {type(given).__name__}"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ class TrlEnvironment(Environment):
 
     async def step(self, answer: Message) -> Turn:
         if not hasattr(self.wrapped, "get_reward"):
-            return Turn(reward=getattr(self.wrapped, "reward", 0.0), done=True)
+            kept = getattr(self.wrapped, "reward", None)
+            return Turn(reward=float(kept) if isinstance(kept, numbers.Real) else 0.0, done=True)
         reward = self.wrapped.get_reward()
         if inspect.isawaitable(reward):
             reward = await reward

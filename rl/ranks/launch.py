@@ -116,6 +116,12 @@ def _with_deepspeed(bf16: bool, precision: str, handlers: list[Any], timeout_sec
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     _build_nothing()
     if AcceleratorState._shared_state and AcceleratorState().deepspeed_plugins is not None:  # of an earlier service of the same script
+        before = AcceleratorState().deepspeed_plugin.deepspeed_config.get("bf16", {}).get("enabled", False)
+        if bool(before) != bf16:
+            raise UserError(
+                f"an earlier service of this script trains in {'bf16' if before else 'fp32'} under DeepSpeed, which has one precision for "
+                "them all: give every service's settings the same dtype"
+            )
         return Accelerator(mixed_precision=precision)
     plugin = DeepSpeedPlugin(hf_ds_config=engine_config(_asked_config(), bf16=bf16), zero3_init_flag=False)
     accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)

@@ -140,7 +140,9 @@ class Renderer(ABC):
             if continuing and self.shield.wall is not None:
                 return self.shield.encode(self.shield.wall + text)[1:]
             return self.shield.encode(text)
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:  # some versions of tokenizers raise the one, some the other
+            if not any("\ud800" <= character <= "\udfff" for character in text):
+                raise
             raise UserError(f"the text {text[:60]!r} holds half of a surrogate pair, which is no text: mend the data") from error
         except Exception as error:  # tokenizers raises nothing narrower for that
             if "[UNK]" not in str(error):

@@ -9,7 +9,7 @@ from typing import Any
 from rl.data import ProblemSet
 from rl.environments import EnvironmentGroup, EnvironmentSpec, Limits, environment_from_words, isolated
 from rl.episodes import EnvGroupBuilder
-from rl.errors import UserError
+from rl.errors import UserError, remark
 from rl.renderers import Renderer
 from rl.rewards import Reward, resolve_reward
 from rl.seeds import derive_seed
@@ -36,6 +36,11 @@ def own_rows(spec: EnvironmentSpec, data: DataSettings, env: EnvironmentSettings
     """Training and held-out rows of an environment that is not of a data set: its own, or seeds alone."""
     if _names_data(data):
         raise UserError(f"the environment {spec.name} makes its own episodes and reads no data set: leave out dataset {data.dataset}")
+    if spec.can_make_rows:
+        remark(
+            f"no data set is named, so {spec.name} makes its own episodes and gets no rows: name the one that it reads with --dataset "
+            f"({_DATASET}, the default, counts as none)"
+        )
     train = _rows(spec, "train", env.environment_rows)
     return train, _rows(spec, "test", data.eval_limit) if held_out else None
 

@@ -63,8 +63,11 @@ def _candidates(run: Run, launch: Launch) -> list[Change]:
         found.append(replace(_setting("optim", "optimizer", "adamw_8bit", costly=True), kind="launch"))
     if launch.cuda:
         gpus = max(launch.world, 8)
-        found += [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > (3 if launch.fsdp else launch.zero or 0) or gpus > launch.world]
-        found += [_sharding(3, gpus, offload=True)] * (not launch.offload)
+        now = 3 if launch.fsdp else launch.zero or 0
+        shardings = [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > now or gpus > launch.world]
+        shardings += [_sharding(3, gpus, offload=True)] * (not launch.offload)
+        if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:  # teams are of a machine's processes
+            found += shardings
         found += _teams(run, launch, gpus)
     return found
 

@@ -51,7 +51,8 @@ class Weights:
         from rl.run.device_side import worker_settings
 
         settings = worker_settings(self.run.stages) if self.run is not None else WorkerSettings()
-        settings = replace(settings, sampler_ranks=0, sampler=replace(settings.sampler, tp=sampler_tp))
+        cache = settings.sampler.cache if sampler_tp == 1 else "auto"  # what several hold together is in no pages
+        settings = replace(settings, sampler_ranks=0, sampler=replace(settings.sampler, tp=sampler_tp, cache=cache))
         return ServiceClient(seed=seed, settings=settings)
 
     def sampler(self, service: ServiceClient) -> SamplingClient:

@@ -11,30 +11,73 @@ from pathlib import Path
 from rl.errors import UserError
 from rl.serve.settings import ServeSettings
 
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
-def take_address(settings: ServeSettings) -> socket.socket:
-    """A socket on host and port that does not listen yet: who comes too early is turned away. UserError where it cannot be had."""
+
+def take_address(settings: ServeSettings) -> list[socket.socket]:
+    """Sockets on host and port, one for each address that the host's name has here. They do not listen yet: who comes too early is
+    turned away, and nobody else gets the port. UserError where there is none to be had."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise UserError(f"--host {settings.host}: {error.strerror or error}") from error
-    family, kind, protocol, _, address = found[0]
-    taken = socket.socket(family, kind, protocol)
-    if os.name == "posix":  # a server that has just ended leaves connections behind, which are no other server
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        taken.bind(address)
-    except OSError as error:
-        taken.close()
-        remedy = {
-            errno.EADDRINUSE: "something listens there already: give another --port (0 takes any that is free)",
-            errno.EACCES: "it takes rights that this user has not: give a --port above 1023",
-            errno.EADDRNOTAVAIL: "this machine has no such address: give one of its own, or 0.0.0.0 for all",
-        }
-        said = remedy.get(error.errno or 0, str(error))
-        raise UserError(f"--host {settings.host} --port {settings.port}: {said}") from error
-    taken.set_inheritable(False)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UserError(f"--host {settings.host}: {getattr(error, 'strerror', None) or error}") from error
+    taken: list[socket.socket] = []
+    refused: OSError | None = None
+    for family, _, _, _, (host, port, *more) in sorted(set(found), key=lambda one: one[0] != socket.AF_INET):
+        if taken:  # 0 stands for any, and all are to have the same
+            port = taken[0].getsockname()[1]
+        try:
+            taken.append(_bound(family, (host, port, *more)))
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                let_go(taken)
+                raise _refusal(settings, error) from error
+            refused = error
+    if not taken:
+        raise _refusal(settings, refused) from refused
     return taken
+
+
+def _bound(family: int, address: tuple) -> socket.socket:
+    """Linux lets two sockets take one port as long as neither listens and both said that they may: so it is said only where it has to
+    be, for a port whose last connections a server that has just ended left behind, and taken back until `listen_soon`."""
+    for again in (False, True):
+        one = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # the other family has a socket of its own
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(again))
+            one.bind(address)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            return one
+        except OSError as error:
+            one.close()
+            if again or error.errno != errno.EADDRINUSE or os.name != "posix":
+                raise
+    raise AssertionError
+
+
+def listen_soon(taken: list[socket.socket]) -> None:
+    """Before they listen: so that the next server on the port need not wait for connections of this one."""
+    for one in taken:
+        if os.name == "posix":
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def let_go(taken: list[socket.socket]) -> None:
+    for one in taken:
+        one.close()
+
+
+def _refusal(settings: ServeSettings, error: OSError | None) -> UserError:
+    remedy = {
+        errno.EADDRINUSE: "somebody has it already: give another --port (0 takes any that is free)",
+        errno.EACCES: "it takes rights that this user has not: give a --port above 1023",
+        errno.EADDRNOTAVAIL: "this machine has no such address: give one of its own, or 0.0.0.0 for all",
+        errno.EAFNOSUPPORT: "this machine has no such kind of address: give one of its own, or 0.0.0.0 for all",
+    }
+    said = remedy.get(error.errno or 0, str(error)) if error is not None else "it has no address"
+    return UserError(f"--host {settings.host} --port {settings.port}: {said}")
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:

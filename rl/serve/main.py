@@ -23,7 +23,7 @@ from rl.serve.app import JsonLines, make_app
 from rl.serve.book import Book
 from rl.serve.chat_routes import routes as openai_routes
 from rl.serve.desk import Desk
-from rl.serve.door import check_certificate, take_address
+from rl.serve.door import check_certificate, listen_soon, take_address
 from rl.serve.promises import Promise, Promises, settled
 from rl.serve.rest import Rest
 from rl.serve.samples import Samples
@@ -114,15 +114,15 @@ def main(args: argparse.Namespace) -> int:
     """Serves until it is asked to stop."""
     settings = settings_of(args)
     check_certificate(settings.tls_cert, settings.tls_key)
-    address = take_address(settings) if os.environ.get("RANK", "0") == "0" else None  # the other ranks work for the first
+    taken = take_address(settings) if os.environ.get("RANK", "0") == "0" else None  # the other ranks work for the first
     _log_lines()
     served = Served.of(settings)
     served.desk.start()
-    asyncio.run(_serve(served, settings, address))
+    asyncio.run(_serve(served, settings, taken or []))
     return 0
 
 
-async def _serve(served: Served, settings: ServeSettings, address: socket.socket | None) -> None:
+async def _serve(served: Served, settings: ServeSettings, taken: list[socket.socket]) -> None:
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -147,7 +147,8 @@ async def _serve(served: Served, settings: ServeSettings, address: socket.socket
     ended: asyncio.Event = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    serving = asyncio.create_task(server.serve([address] if address else None))
+    listen_soon(taken)
+    serving = asyncio.create_task(server.serve(taken))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
