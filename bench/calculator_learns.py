@@ -69,7 +69,7 @@ stages:
     episodes: continuous
     temperature: 1.0
     eval_every: {steps}
-    eval_limit: 64
+    eval_limit: 256
     eval_greedy: false
 """)
     return [str(recipe), "--seed", str(seed), "--output-dir", str(folder / "run"), "--overwrite", "--quiet"]
@@ -108,7 +108,7 @@ def write(path: Path, row: dict[str, str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=60, help="of grpo")
+    parser.add_argument("--steps", type=int, default=120, help="of grpo")
     parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--digits", type=int, default=2)
     parser.add_argument("--csv", type=Path, help="rows of the same seeds are replaced")

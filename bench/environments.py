@@ -56,7 +56,7 @@ GAMES = {
     ),
     # what the rule plays is imperfect, one move of ten (it loses 0.03), so that there is something left to sharpen
     "tic_tac_toe": Game(
-        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 30000, warm_up=800, steps=80, groups=16,
+        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 40000, warm_up=1400, steps=120, groups=16,
         held_out=512, rows=2000, model="tiny:ascii", rate=2e-4,
     ),
 }

@@ -61,10 +61,10 @@ TASKS = {
         "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
     ),
     "reasoning_gym": Task(
-        "correct", 0.7, 8, 1500, 300,
+        "correct", 0.7, 8, 3000, 300,
         "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 16 "
         "--advantage mean_std --learning-rate 5e-4",
-        rows=16000,
+        rows=32000,
     ),
 }  # fmt: skip
 
