@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -111,6 +114,24 @@ def learn(client: Wire, model: str, seq: int, **params: float) -> None:
     client.wait(client.step(model, seq + 1, **params))
 
 
+@contextmanager
+def held(served) -> Iterator[None]:
+    """What is asked for within waits, however busy the machine is, and is there together when the desk's thread goes on."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        gate.wait(60)
+        yield
+
+    served.desk.submit("local", "hold", "hold", hold)
+    assert begun.wait(60)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
 def drawn(message) -> list[tuple[list[int], np.ndarray]]:
     return [(np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4")) for s in message.sequences]
 
@@ -129,7 +150,8 @@ def test_tenants_with_keys_of_their_own_share_batches_and_nothing_else(tmp_path,
         jobs = [(*samplers[i % 4], i, [5, 6 + i % 3, 7], 1 + i % 2, {"max_tokens": 6 + i, "seed": i}) for i in range(12)]
         alone = [drawn(w.sample(s, i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs]
         del together[:]
-        tickets = [(w, w.ask_sample(s, 100 + i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs]
+        with held(served):
+            tickets = [(w, w.ask_sample(s, 100 + i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs]
         for (w, ticket), expected in zip(tickets, alone, strict=True):
             found = drawn(w.wait(ticket, "SampleResponse"))
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -150,9 +172,10 @@ def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
         sampler, broken = a.sampler(good, 3), b.sampler(bad, 3)
         alone = drawn(a.sample(sampler, 0, [5, 6, 7], 4, max_tokens=30, seed=1))
         tickets = []
-        for i in range(3):
-            tickets.append((b, b.ask_sample(broken, i, [5, 6, 7], 3, max_tokens=30)))
-            tickets.append((a, a.ask_sample(sampler, 10 + i, [5, 6, 7], 4, max_tokens=30, seed=1)))
+        with held(served):
+            for i in range(3):
+                tickets.append((b, b.ask_sample(broken, i, [5, 6, 7], 3, max_tokens=30)))
+                tickets.append((a, a.ask_sample(sampler, 10 + i, [5, 6, 7], 4, max_tokens=30, seed=1)))
         for client, ticket in tickets:
             answer = client.http.post("/api/v1/retrieve_future", json={"request_id": ticket["request_id"]}, headers={"accept": PROTOBUF})
             if client is b:
