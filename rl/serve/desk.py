@@ -168,7 +168,7 @@ class Desk:
             job = self.turns.next()
             if job is not None:
                 self._slice(job)
-            elif not self._streams:
+            if not self._streams and self.turns.only_samples():
                 self._gather()
             self._let_in(self.turns.samples())
             if self.ending and time.monotonic() > self._leave_at:

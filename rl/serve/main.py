@@ -97,14 +97,21 @@ class Served:
         """From time to time: sessions that nobody keeps alive, numbers that never come."""
         while True:
             await asyncio.sleep(1.0)
-            self.tenants.pass_gaps()
-            silent = time.monotonic() - self.desk.settings.limits.session_seconds
-            for session in [one for one in list(self.book.sessions.values()) if one.finished is None and one.beat < silent]:
-                end_session(self.desk, self.tenants, session, "silent")
+            try:
+                self.look()
+            except Exception as error:  # boundary: a full disk, say; the next look is a second away
+                log.error("looking after sessions failed", extra={"error": type(error).__name__}, exc_info=error)
+
+    def look(self) -> None:
+        self.tenants.pass_gaps()
+        silent = time.monotonic() - self.desk.settings.limits.session_seconds
+        for session in [one for one in list(self.book.sessions.values()) if one.finished is None and one.beat < silent]:
+            end_session(self.desk, self.tenants, session, "silent")
 
     def end(self) -> None:
         """Finishes what runs, writes the models, answers the rest with "try again"."""
         self.desk.end()
+        self.tenants.give_up_waiting()
         if self.desk.join(60.0):
             self.tenants.write_all()
         self.desk.service.close()

@@ -47,6 +47,11 @@ class Limits:
     result_seconds: float = 3600.0  # how long an answer can be asked for again
     session_seconds: float = 900.0  # without a heartbeat: what it has in memory is given back
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise UserError(f"--{name.replace('_', '-')} is {value}: a server that takes nothing serves nobody; give more than 0")
+
 
 @dataclass(frozen=True)
 class ServeSettings:

@@ -14,7 +14,7 @@ from rl.ranks import checkpoint
 from rl.serve.book import LIVE, Book, Model, Sampler
 from rl.serve.desk import Desk
 from rl.serve.promises import Promise
-from rl.serve.refusals import Refused
+from rl.serve.refusals import Interrupted, Refused
 from rl.serve.settings import ServedBase
 from rl.serve.turns import Job
 from rl.types import AdamParams, Datum
@@ -71,6 +71,14 @@ class Tenants:
                 )
                 model.next_seq, model.gap_since = min(model.waiting), None
                 self.release(model)
+
+    def give_up_waiting(self) -> None:
+        """The server ends: what waits for an earlier number is answered with "try again"."""
+        for model in list(self.book.models.values()):
+            waiting, model.waiting = dict(model.waiting), {}
+            for job in waiting.values():
+                if job.done.set_running_or_notify_cancel():
+                    job.done.set_exception(Interrupted())
 
     @staticmethod
     def _run(model: Model, seq: int, work: Callable[[], Steps]) -> Steps:

@@ -79,6 +79,11 @@ class Turns:
             self._samples.clear()
             return taken
 
+    def only_samples(self) -> bool:
+        """Whether samples wait and nothing else does."""
+        with self.changed:
+            return bool(self._samples) and not self._owners
+
     def next(self) -> Job | None:
         """The job whose turn it is; it stays at the head of its lane until `finish`, and its owner and lane go to the back."""
         with self.changed:

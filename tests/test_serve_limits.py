@@ -1,0 +1,212 @@
+"""What a server bounds and how it says so: memory by least recent use, sessions, models, tokens, open requests, polls, its own end."""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from serving import BASE, Wire, server
+from test_serve import KEYS, texts
+
+from rl.serve import desk
+from rl.serve.tinker import end_session
+
+
+@contextmanager
+def held(served):
+    """The desk's thread is at work on something else, until the end of the block."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        gate.wait(60)
+        yield
+
+    served.desk.submit("local", "hold", "hold", hold)
+    assert begun.wait(60)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
+    with server(tmp_path, models_in_memory=2) as one:
+        wires = Wire(one)
+        wires.open()
+        a, b = wires.model(0), wires.model(1)
+        wires.output(wires.ask(a, 1, texts(), forward_only=True))  # b is the one that was used longest ago
+        c = wires.model(2)
+        assert [one.book.models[model].client is not None for model in (a, b, c)] == [True, False, True]
+        wires.output(wires.ask(b, 1, texts(), forward_only=True))
+        assert [one.book.models[model].client is not None for model in (a, b, c)] == [False, True, True]
+
+
+def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
+    with server(tmp_path, samplers_in_memory=1) as one:
+        wires = Wire(one)
+        wires.open()
+        samplers = []
+        for seed in (1, 2):
+            model = wires.model(seed, seed=seed)
+            wires.output(wires.ask(model, 1, texts(4, seed)))
+            wires.wait(wires.step(model, 2, learning_rate=0.3))
+            path = wires.wait(wires.post("save_weights_for_sampler", model_id=model, seq_id=3, path="kept"))["path"]
+            made = wires.post("create_sampling_session", session_id=wires.session, sampling_session_seq_id=seed, model_path=path)
+            samplers.append(made["sampling_session_id"])
+        first = [[one.tokens for one in wires.sample(s, 0, [4, 5], 4, seed=3, max_tokens=12).sequences] for s in samplers]
+        assert first[0] != first[1]
+        assert sum(one.book.samplers[s].client is not None for s in samplers) == 1
+        again = [[one.tokens for one in wires.sample(s, 1, [4, 5], 4, seed=3, max_tokens=12).sequences] for s in samplers]
+        assert again == first
+
+
+def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
+    with server(tmp_path, sessions=1, models=1, tokens=40, open_requests=3) as one:
+        wires, other = Wire(one), Wire(one)
+        wires.open()
+        full = other.http.post("/api/v1/create_session", json={"tags": []})
+        assert full.status_code == 429 and "1 sessions are alive" in full.text and float(full.headers["retry-after"]) > 0
+        model = wires.model()
+        body = {"session_id": wires.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 4}}
+        full = wires.http.post("/api/v1/create_model", json=body)
+        assert full.status_code == 429 and "--models" in full.text
+        refused = wires.wait(wires.ask(model, 1, texts(12)))
+        assert refused["category"] == "user" and "takes 40: send less" in refused["error"]
+        one.app.open = 3
+        assert wires.http.get("/api/v1/sessions").status_code == 503
+        one.app.open = 0
+        assert wires.http.get("/api/v1/sessions").status_code == 200
+        end_session(one.desk, one.tenants, one.book.sessions[wires.session], "done")
+        other.open()  # there is room again
+
+
+def test_a_poll_that_comes_too_early_is_asked_again(tmp_path):
+    with server(tmp_path, poll_seconds=0.2) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        with held(one):
+            asked = wires.ask(model, 1, texts(), forward_only=True)
+            for _ in range(2):
+                early = wires.http.post("/api/v1/retrieve_future", json={"request_id": asked["request_id"]})
+                assert early.status_code == 408
+        first, again = wires.wait(asked), wires.wait(asked)
+        assert first == again and "loss_fn_outputs" in first
+
+
+def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
+    """What has begun is finished. A chunk whose first half never came is told as well, and no poll waits for it."""
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        model, sampler = wires.model(0), None
+        sampler = wires.sampler(model, 1)
+        with held(one):
+            waiting = [wires.ask(model, 2, texts()), wires.step(model, 3), wires.ask(model, 9, texts())]
+            drawn = wires.ask_sample(sampler, 0, [4, 5])
+            one.desk.end()
+            one.tenants.give_up_waiting()
+        for asked in (*waiting, drawn):
+            answer = wires.http.post("/api/v1/retrieve_future", json={"request_id": asked["request_id"]})
+            said = answer.json()
+            assert answer.status_code == 503 or said["category"] == "server", (answer.status_code, said)
+            assert "try" in str(said) or "again" in str(said)
+        assert wires.http.get("/healthz").status_code == 503
+        late = wires.http.post("/api/v1/asample", json={"sampling_session_id": sampler, "seq_id": 5, "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]}, "sampling_params": {"max_tokens": 2}})  # fmt: skip
+        assert late.status_code == 503
+
+
+def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):
+    with server(tmp_path, session_seconds=0.5) as one:
+        wires = Wire(one)
+        session, looks, keep = wires.open(), [], one.book.keep
+
+        def fails_once(what):
+            looks.append(what)
+            if len(looks) == 1:
+                raise OSError("no space left on device")
+            keep(what)
+
+        second = Wire(one).open()
+        monkeypatch.setattr(one.book, "keep", fails_once)
+        for name in (session, second):
+            one.book.sessions[name].beat -= 60
+
+        async def looked_after():
+            task = asyncio.create_task(one.look_after())
+            await asyncio.sleep(2.5)
+            assert not task.done()
+            task.cancel()
+
+        asyncio.run(looked_after())
+        assert one.book.sessions[second].finished == "silent"
+
+
+def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
+    with server(tmp_path, keys=KEYS) as one:
+        mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
+        mine.open(), theirs.open()
+        model = mine.model()
+        path = mine.wait(mine.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a"))["path"]
+        sampler = mine.sampler(model, 2)
+        for name in (path, sampler):
+            body = {"model": name, "prompt": [4, 5], "max_tokens": 2, "seed": 1}
+            assert theirs.http.post("/v1/completions", json=body).status_code == 404, name
+            chat = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+            assert theirs.http.post("/v1/chat/completions", json=chat).status_code == 404
+            assert mine.http.post("/v1/completions", json=body).status_code == 200, name
+
+
+def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
+    """Sixteen that are asked for side by side are drawn in one stream, the first of them too; also where they come just as work ends."""
+    monkeypatch.setattr(desk, "_GATHER_SECONDS", 0.8)  # however busy the machine is
+    monkeypatch.setattr(desk, "_MOST_GATHER_SECONDS", 20.0)
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        sampler = wires.sampler(wires.model(), 1)
+        rounds, let_in = [], one.desk._let_in
+        monkeypatch.setattr(one.desk, "_let_in", lambda samples: (rounds.append(len(samples)), let_in(samples)))
+
+        async def wave(first=0, count=16):
+            transport = httpx.ASGITransport(one.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}) as http:
+                bodies = [{"sampling_session_id": sampler, "seq_id": first + i, "num_samples": 1, "sampling_params": {"max_tokens": 4},
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}} for i in range(count)]  # fmt: skip
+                return [reply.json() for reply in await asyncio.gather(*(http.post("/api/v1/asample", json=body) for body in bodies))]
+
+        asked = asyncio.run(wave())
+        assert all(len(wires.wait(one, "SampleResponse").sequences) == 1 for one in asked)
+        assert [count for count in rounds if count] == [16], rounds
+        del rounds[:]
+        finish, ended, asked = one.desk.turns.finish, threading.Event(), []
+
+        def slowly(job):  # the first half comes just before the desk looks for samples once more, the other half just after
+            finish(job)
+            ended.set()
+            time.sleep(0.3)
+
+        def halves():
+            ended.wait(60)
+            asked.extend(asyncio.run(wave(16, 8)))
+            time.sleep(0.4)
+            asked.extend(asyncio.run(wave(24, 8)))
+
+        monkeypatch.setattr(one.desk.turns, "finish", slowly)
+        asking = threading.Thread(target=halves)
+        asking.start()
+        with held(one):
+            pass
+        asking.join(60)
+        assert len([len(wires.wait(one, "SampleResponse").sequences) for one in asked]) == 16
+        assert [count for count in rounds if count] == [16], rounds
+
+
+@pytest.mark.parametrize("limits", [{"sessions": 0}, {"models": -1}, {"tokens": 0}])
+def test_limits_of_nothing_are_refused(tmp_path, limits):
+    with pytest.raises(ValueError), server(tmp_path, **limits):
+        pass
