@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from games import MadeUp, tokenizer
 
-from rl.environments.wrappers.tinker import TinkerGroup
+from rl.environments.wrappers.tinker import Tinker, TinkerGroup
 from rl.episodes import rollout
 from rl.renderers import get_renderer
-from rl.types import SamplingParams
+from rl.types import Problem, SamplingParams
 
 TOKENIZER = tokenizer()
 RENDERER = get_renderer("plain", TOKENIZER)
@@ -92,3 +92,37 @@ def test_what_breaks_costs_its_episode_or_its_group(name):
     assert len(found.errors) == len(said)
     for error, wanted in zip(found.errors, said, strict=True):
         assert wanted in error and ("group 1" in error or "One" in error), error
+
+
+BUILDERS = """
+import time
+from test_cookbook_faults import Group
+
+class Untagged(Group):
+    def logging_tags(self):
+        raise OSError("no tags")
+
+def builders(row, group_size, renderer):
+    index = row["index"]
+    if index == 1:
+        raise KeyError("no such task")
+    if index == 2:
+        time.sleep(1000)
+    if index == 3:
+        return None
+    if index == 4:
+        raise SystemExit(3)
+    return Untagged() if index == 5 else Group()
+"""
+
+
+def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
+    (tmp_path / "mine.py").write_text(BUILDERS)
+    cookbook = Tinker(f"{tmp_path / 'mine.py'}:builders", call_seconds=1.0)
+    groups = [cookbook.group(Problem((), {"index": i, "split": "train"}, index=i), 2, RENDERER) for i in range(7)]
+    found = rollout(groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0)
+    assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {i: [1.5, 1.5] for i in (0, 5, 6)}
+    said = ["raised KeyError: 'no such task'", "was not done within its 1 s", "returned None", "raised SystemExit: 3"]
+    assert len(found.errors) == 4
+    for i, (error, wanted) in enumerate(zip(found.errors, said, strict=True), start=1):
+        assert wanted in error and f"group {i}" in error, error

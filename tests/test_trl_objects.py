@@ -6,13 +6,15 @@ import pytest
 from scripted import Scripted
 from whole_runs import train
 
-from rl.environments import EnvironmentGroup, isolated, resolve_environment
+from rl.environments import EnvironmentGroup, environment_from_words, isolated, resolve_environment
 from rl.episodes import rollout
+from rl.errors import UserError
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.types import Problem, SamplingParams
 
 FILE = textwrap.dedent('''
+    import functools
     import random
 
     class Base:
@@ -80,6 +82,30 @@ FILE = textwrap.dedent('''
             return f"{self.number}?"
         def get_reward(self) -> float:
             return self.number / 100
+
+    class Sized(Own):
+        def __init__(self, size):
+            self.size = size
+        def get_reward(self):
+            return self.size
+
+    class Speaker:
+        def reset(self, **row):
+            assert "environment" not in row
+        def speak(self, word: str) -> str:
+            \"\"\"Speaks.
+
+            Args:
+                word: which
+            \"\"\"
+            return word.upper()
+
+    def made(size: float = 0.25):
+        return Sized(size)
+
+    halved = functools.partial(Sized, 0.5)
+    several = {"count": Base, "speak": lambda: Speaker()}
+    no_factories = {"count": 3}
 ''')
 
 
@@ -153,3 +179,44 @@ def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path
     (row,) = [row for row in rows if "progress/batch" in row]
     assert row["env/all/total_episodes"] == 6 and row["reward/failed"] == 0
     assert row["env/all/reward/max"] > row["env/all/reward/min"]  # groups of other seeds met other numbers
+
+
+@pytest.mark.parametrize(("name", "settings", "reward"), [("made", {}, 0.25), ("made", {"size": 0.75}, 0.75), ("halved", {}, 0.5)])
+@pytest.mark.parametrize("process", [False, True])
+def test_a_factory_may_be_a_function(file, name, settings, reward, process):
+    """With its arguments as settings; its objects may bring their own episodes, as a class's may."""
+    spec = resolve_environment(f"{file}:{name}", **settings)
+    assert spec.can_make_rows
+    spec = isolated(spec) if process else spec
+    group = EnvironmentGroup(spec, Problem((), {"seed": 3}, index=0), 2, get_renderer("plain", load_tokenizer("tiny:ascii")))
+    sampler = Scripted(load_tokenizer("tiny:ascii"), lambda *_: "done")
+    found = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
+    if process:
+        spec.root.close()
+    assert not found.errors and found.groups[0].get_total_rewards() == [reward, reward]
+    with pytest.raises(UserError, match="did you mean --environment.size"):
+        environment_from_words(f"{file}:made", [("sise", "1")])
+    assert environment_from_words(f"{file}:made", [("size", "2")]).settings == {"size": 2.0}
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
+    """Each row meets its own environment with its own tools, and reset does not see the column; a name that is none costs its row."""
+    spec = resolve_environment(f"{file}:several")
+    assert spec.needs_rows and not spec.can_make_rows
+    spec = isolated(spec) if process else spec
+    tokenizer = load_tokenizer("tiny:ascii")
+    renderer = get_renderer("plain", tokenizer)
+    rows = [{"environment": "count", "target": 5}, {"environment": "speak"}, {"environment": "sing"}, {}]
+    problems = [Problem(({"role": "user", "content": "Hello."},), row, index=i) for i, row in enumerate(rows)]
+    answers = [call("add", by=2), call("speak", word="hi"), "done"]
+    sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
+    found = rollout([EnvironmentGroup(spec, p, 1, renderer) for p in problems], sampler, SamplingParams(max_tokens=300), seed=0)
+    if process:
+        spec.root.close()
+    told = [[m["content"] for turn in group.trajectories_G[0].transitions[1:] for m in turn.logs["told"]] for group in found.groups]
+    assert told[0][0] == "2" and "no tool" in told[0][1] and "no tool" in told[1][0] and told[1][1] == "HI"
+    assert [group.get_total_rewards() for group in found.groups] == [[2.0], [0.0]]
+    assert len(found.errors) == 2 and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0] and "None" in found.errors[1]
+    with pytest.raises(UserError, match="is no environment there"):
+        resolve_environment(f"{file}:no_factories")

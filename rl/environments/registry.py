@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 from rl.environments.environment import Environment
+from rl.environments.trl import TrlEnvironment, class_of
 from rl.errors import UserError
 from rl.plain import says
 from rl.rewards import load_file
@@ -91,8 +92,6 @@ class EnvironmentSpec:
         made = self.cls(**self.settings)
         if isinstance(made, Environment):
             return made
-        from rl.environments.trl import TrlEnvironment
-
         return TrlEnvironment(made)
 
     @property
@@ -306,6 +305,8 @@ def _find(spec: str) -> type:
     found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
+    if not isinstance(found, type) and (made := class_of(found, attribute)) is not None:
+        return made
     if not isinstance(found, type) or not (issubclass(found, Environment) or hasattr(found, "reset")):
         classes = {key: value for key, value in vars(module).items() if isinstance(value, type) and value is not Environment}
         found_here = sorted(key for key, value in classes.items() if issubclass(value, Environment))

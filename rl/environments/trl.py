@@ -1,12 +1,15 @@
-"""Objects written for TRL's `environment_factory`: `reset(**row)` and public methods, which are the tools."""
+"""Objects written for TRL's `environment_factory`: `reset(**row)` and public methods, which are the tools.
+
+As there a factory is a class, anything else that can be called and gives such an object, or a dictionary of factories by name.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from rl.environments.environment import Environment, Turn
 from rl.errors import UserError
@@ -64,6 +67,39 @@ class TrlEnvironment(Environment):
 
     def close(self) -> Any:
         return self.wrapped.close() if hasattr(self.wrapped, "close") else None
+
+
+class TrlEnvironments(Environment):
+    """Several of them side by side: the row's column `environment` says which is played, and its own tools alone are offered."""
+
+    needs_rows = True
+    factories: ClassVar[Mapping[str, Callable[[], Any]]]
+
+    async def start(self) -> list[Message]:
+        named = self.row.get("environment")
+        if named not in self.factories:
+            raise ValueError(f"the row's column 'environment' is {named!r}; the dictionary has {', '.join(map(repr, self.factories))}")
+        self.played = TrlEnvironment(self.factories[named]())
+        self.played.row = {key: value for key, value in self.row.items() if key != "environment"}
+        self.tools = self.played.tools
+        return await self.played.start()
+
+    async def step(self, answer: Message) -> Turn:
+        return await self.played.step(answer)
+
+    def close(self) -> Any:
+        return self.played.close() if hasattr(self, "played") else None
+
+
+def class_of(factory: Any, name: str) -> type | None:
+    """What stands for a factory that is no class where a class of environments is expected; None if it is none."""
+    if isinstance(factory, Mapping):
+        named = bool(factory) and all(isinstance(key, str) and callable(value) for key, value in factory.items())
+        return type(name, (TrlEnvironments,), {"factories": dict(factory)}) if named else None
+    if not callable(factory) or isinstance(factory, type):
+        return None
+    made = {"__new__": lambda cls, **settings: factory(**settings), "__signature__": inspect.signature(factory)}
+    return type(name, (), made)
 
 
 def _methods(cls: type) -> list[str]:

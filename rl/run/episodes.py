@@ -103,12 +103,13 @@ def check_environment(spec: EnvironmentSpec, settings: Any, problem: Problem, re
     from rl.episodes import EpisodeFailed
 
     (group,) = episode_groups(spec, settings, [problem], 1, renderer)
-    (env,) = group.make_envs()
+    envs = group.make_envs()  # of a group whose size is its own there may be several
     try:
-        begun: Any = env.initial_observation()
+        begun: Any = envs[0].initial_observation()
         if hasattr(begun, "result"):
             begun.result()
     except EpisodeFailed as error:
         raise UserError(f"the first episode cannot begin: {error}") from error
     finally:
-        env.close()
+        for env in envs:
+            env.close()

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 from rl.environments.environment import Environment
 from rl.environments.registry import load_object
+from rl.environments.work import EpisodeThread
 from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory
-from rl.errors import UserError
 from rl.jsonl import finite
 from rl.plain import plain_text, says
 from rl.renderers import Renderer
@@ -35,8 +35,7 @@ class TinkerGroup(EnvGroupBuilder):
 
     def __init__(self, builder: Any, problem_index: int = 0, *, seconds: float = 60.0, max_turns: int = 100):
         self.builder, self.problem_index, self.seconds, self.max_turns = builder, problem_index, seconds, max_turns
-        tags = builder.logging_tags() if hasattr(builder, "logging_tags") else []
-        self.tag = str(tags[0]) if tags else "tinker"
+        self.tag = _tag(builder)
         self._loop: _Loop | None = None
         self._envs: list[TinkerEnv] = []
 
@@ -134,6 +133,16 @@ class NoEnv(Env):
         raise EpisodeFailed(self.why)
 
 
+class _NoGroup:
+    """Stands for a builder that there is none of: it makes no environments, and says why."""
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def make_envs(self) -> Any:
+        raise EpisodeFailed(self.why)
+
+
 class Tinker(Environment):
     """Groups of tinker-cookbook from a function of yours: builders(row, group_size, renderer) returns an EnvGroupBuilder.
 
@@ -151,9 +160,14 @@ class Tinker(Environment):
     def group(self, problem: Problem, group_size: int, renderer: Renderer, **_: Any) -> EnvGroupBuilder:
         """What is played instead of conversations in messages."""
         row = {"split": problem.meta.get("split", "train"), "index": problem.meta.get("index", problem.index)}
-        builder = self.function(row, group_size, renderer)
-        if not hasattr(builder, "make_envs"):
-            raise UserError(f"builders(row, group_size, renderer) returned {builder!r:.100}; an EnvGroupBuilder is expected")
+        work = EpisodeThread(self.call_seconds, "builders")
+        try:
+            builder = work.do(lambda: self.function(row, group_size, renderer)).wait()
+            if not hasattr(builder, "make_envs"):
+                raise EpisodeFailed(f"builders(row, group_size, renderer) returned {builder!r:.100}; an EnvGroupBuilder is expected")
+        except EpisodeFailed as error:
+            builder = _NoGroup(f"group {problem.index} could not be made: {error}")
+        work.end(lambda: None)
         return TinkerGroup(builder, problem.index, seconds=self.call_seconds)
 
 
@@ -186,6 +200,8 @@ class _Begun:
         except TimeoutError as error:
             self.future.cancel()
             raise EpisodeFailed(f"{self.loop.name} did not answer within {self.loop.seconds:g} s") from error
+        except EpisodeFailed:
+            raise
         except Exception as error:  # boundary: the user's code
             raise EpisodeFailed(f"{self.loop.name} raised {says(error, 1000)}") from error
 
@@ -203,6 +219,14 @@ class _Promise:
         except (TypeError, ValueError, AttributeError) as error:
             self.env.failed = True
             raise EpisodeFailed(f"{self.env.name} answered with what cannot be read: {says(error, 300)}") from error
+
+
+def _tag(builder: Any) -> str:
+    """What its figures are gathered under: the first of its own tags."""
+    try:
+        return str(builder.logging_tags()[0])
+    except Exception:  # boundary: the user's code, and none of it concerns an episode
+        return "tinker"
 
 
 async def _settled(what: Callable[[], Any]) -> Any:
