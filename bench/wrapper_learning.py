@@ -6,8 +6,9 @@ textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in w
 others are any number. The bar is the share of games won, and wins alone are paid: the game's own reward of a game lost is how near the
 last guess came, 0.8 or so, and rises while games are lost.
 reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3 letters and of up to 5), after SFT on
-answers of which every fourth has its letters in any order. The bar is the share of right answers over both levels, sampled. Its words are
-those of one list, so that held-out questions are drawn anew, but a word may have been met.
+right answers, so that every seed can spell, and then on answers of which every other one has its letters in any order, so that something is
+left to learn. The bar is the share of right answers over both levels, sampled. Its words are those of one list, so that held-out questions
+are drawn anew, but a word may have been met.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Task:
-    """`first`: steps of SFT. `words`: of GRPO, beside the environment's own."""
+    """`first`: steps of SFT; `able`: of SFT before it, on `rows` right answers. `words`: of GRPO, beside the environment's own."""
 
     metric: str
     bar: float
@@ -53,6 +54,7 @@ class Task:
     steps: int
     words: str
     rows: int = 3000
+    able: int = 0
 
 
 TASKS = {
@@ -61,10 +63,10 @@ TASKS = {
         "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
     ),
     "reasoning_gym": Task(
-        "correct", 0.7, 8, 3000, 300,
+        "correct", 0.7, 8, 300, 200,
         "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 16 "
         "--advantage mean_std --learning-rate 5e-4",
-        rows=32000,
+        rows=24000, able=2500,
     ),
 }  # fmt: skip
 
@@ -91,8 +93,8 @@ def games(count: int, seed: int) -> Iterator[dict]:
         yield {"messages": messages}
 
 
-def spelled(count: int, seed: int) -> Iterator[dict]:
-    """Answers to both levels by turns, of generators that training does not meet; every fourth has its letters in any order."""
+def spelled(count: int, seed: int, careless: float = 1 / 2) -> Iterator[dict]:
+    """Answers to both levels by turns, of generators that training does not meet; of some the letters are in any order."""
     from rl.environments import resolve_environment
 
     spec, draw = resolve_environment("reasoning_gym", **SETTINGS["reasoning_gym"]), random.Random(seed)
@@ -100,7 +102,7 @@ def spelled(count: int, seed: int) -> Iterator[dict]:
         one = spec.make()
         one.row = row
         question, answer = one.start(), str(one.entry["answer"])
-        said = "".join(draw.sample(answer, len(answer))) if draw.random() < 1 / 4 else answer
+        said = "".join(draw.sample(answer, len(answer))) if draw.random() < careless else answer
         yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
 
 
@@ -115,11 +117,11 @@ def run(task: str, seed: int, steps: int | None) -> dict:
     more = "--eval-limit 256 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear --warmup-steps 5 --quiet"
     line = f"grpo --environment {task} {words} {one.words} --max-tokens {one.max_tokens} {more} --steps {steps} --eval-every {steps}"
     with tempfile.TemporaryDirectory() as scratch:
-        rows = Path(scratch) / "rows.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in (games if task == "textarena" else spelled)(one.rows, seed)))
-        form = f"sft --base-model {MODEL} --dataset {rows} --steps {one.first} --batch-size 32 --learning-rate 3e-3 --schedule cosine"
-        form += f" --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {scratch}/sft --quiet"
-        train(form)
+        folder, model = Path(scratch), MODEL
+        if one.able:
+            model = sft(model, one.able, spelled(one.rows, seed, careless=0.0), seed, folder / "able")
+        taught = games(one.rows, seed) if task == "textarena" else spelled(32 * one.first, seed + 100)
+        sft(model, one.first, taught, seed, folder / "sft", rate=1e-3 if one.able else 3e-3)
         train(f"{line} --base-model {scratch}/sft --seed {seed} --output-dir {scratch}/run")
         found = [json.loads(text) for text in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
     values = [row[f"test/env/all/{one.metric}"] for row in found if f"test/env/all/{one.metric}" in row]
@@ -128,6 +130,15 @@ def run(task: str, seed: int, steps: int | None) -> dict:
     figures = [round(value, 4) for value in (before, values[0], values[-1])]
     row = (task, seed, one.metric, one.bar, *figures, passes, steps, round(time.perf_counter() - begin), shown)
     return dict(zip(FIELDS, row, strict=True))
+
+
+def sft(model: str, steps: int, taught: Iterator[dict], seed: int, folder: Path, rate: float = 3e-3) -> str:
+    """Its weights."""
+    rows = folder.with_suffix(".jsonl")
+    rows.write_text("".join(json.dumps(row) + "\n" for row in taught))
+    form = f"sft --base-model {model} --dataset {rows} --steps {steps} --batch-size 32 --learning-rate {rate} --schedule cosine"
+    train(f"{form} --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {folder} --quiet")
+    return str(folder)
 
 
 def train(line: str) -> None:
