@@ -94,6 +94,35 @@ def test_what_breaks_costs_its_episode_or_its_group(name):
         assert wanted in error and ("group 1" in error or "One" in error), error
 
 
+class Long(One):
+    def observation(self):
+        return RENDERER.build_generation_prompt([{"role": "user", "content": "go" * 1500}])
+
+
+@pytest.mark.parametrize("long", [1, 2])
+def test_an_episode_too_long_to_begin_is_not_compared(long):
+    """The builder sees as many environments as episodes; a group without any is cleaned up."""
+    seen = []
+
+    class Mixed(Group):
+        async def make_envs(self):
+            self.ones = [One(), *[Long() for _ in range(long)]][-2:]
+            return self.ones
+
+        async def compute_group_rewards(self, trajectory_group, env_group):
+            seen.append(env_group == self.ones[:1] and len(trajectory_group) == 1)
+            return [(0.5, {})]
+
+        async def cleanup(self):
+            seen.append("clean")
+
+    sampler = MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0)
+    found = rollout([TinkerGroup(Mixed(), 0, seconds=5.0)], sampler, SamplingParams(max_tokens=4), seed=0)
+    assert len(found.errors) == long and all("exceed the model's context of 2000" in error for error in found.errors)
+    assert [group.get_total_rewards() for group in found.groups] == ([[1.5]] if long == 1 else [])
+    assert seen == ([True, "clean"] if long == 1 else ["clean"])
+
+
 BUILDERS = """
 import time
 from test_cookbook_faults import Group

@@ -55,7 +55,7 @@ class TinkerGroup(EnvGroupBuilder):
 
     def _closed(self) -> None:
         """With the last of its episodes a group that has none left is cleaned up; else `compute_group_rewards` is yet to come."""
-        if all(env.closed and env.failed for env in self._envs):
+        if all(env.closed and not env.counts for env in self._envs):
             self._clean()
 
     def _clean(self) -> None:
@@ -66,9 +66,9 @@ class TinkerGroup(EnvGroupBuilder):
         self._loop.close()
 
     def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        """The builder's own, of the episodes that did not fail. It is cleaned up afterwards."""
+        """The builder's own, of the episodes that count. It is cleaned up afterwards."""
         assert self._loop is not None  # make_envs came before
-        envs = [env.env for env in self._envs if not env.failed]
+        envs = [env.env for env in self._envs if env.counts]
         try:
             given = [_theirs(one) for one in trajectories_G]
             found = self._loop.begin(lambda: self.builder.compute_group_rewards(given, envs)).result()
@@ -85,14 +85,21 @@ class TinkerEnv(Env):
     """One of its environments. Gets a list of ints, and `extra` (why sampling stopped) where its `step` takes that."""
 
     def __init__(self, env: Any, loop: _Loop, when_closed: Callable[[], None]):
-        self.env, self.loop, self.failed, self.closed, self.when_closed = env, loop, False, False, when_closed
+        self.env, self.loop, self.when_closed = env, loop, when_closed
+        self.failed = self.closed = self.acted = False
         parameters = inspect.signature(env.step).parameters.values()
         self.takes_extra = any(p.name == "extra" or p.kind is p.VAR_KEYWORD for p in parameters)
 
     def initial_observation(self) -> Any:
         return _Promise(self, self.loop.begin(self.env.initial_observation), self._observed)
 
+    @property
+    def counts(self) -> bool:
+        """Whether its episode is trained: one whose first observation is too long for the model is left out as one that fails is."""
+        return self.acted and not self.failed
+
     def step(self, action: SampledSequence) -> Any:
+        self.acted = True
         extra = {"extra": {"stop_reason": action.stop_reason}} if self.takes_extra else {}
         return _Promise(self, self.loop.begin(lambda: self.env.step(list(action.tokens), **extra)), self._stepped)
 
