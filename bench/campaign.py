@@ -71,6 +71,7 @@ PARTS = (
     Part("default_recipe", "the default recipe, seeds 0, 1 and 2: time, accuracy before and after", "campaign.py", ("--default-recipe",)),
     Part("methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"),
     Part("learning_seeds", "the tests that learn, with three seeds: every figure past its bar, and by how much", "learning_seeds.py"),
+    Part("long_tests", "tests too long for `make test`: learning, and one more layout of what others show", "long_tests.py"),
     Part("architectures", "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong", "architectures.py"),
     Part("architectures_seeing", "every vision-language model: images exact, text alone, or refused", "architectures_seeing.py"),
     Part("merges", "every causal LM of transformers, tiny: an adapter merged and read back, or refused", "merges.py", ("tables",)),

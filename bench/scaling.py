@@ -260,7 +260,7 @@ def measure(folder: Path, launch: str, micro_batches: int = 3) -> dict[str, Any]
     return json.loads(out.read_text())
 
 
-def compare(folder: Path, micro_batches: int = 3) -> list[dict[str, Any]]:
+def compare(folder: Path, micro_batches: int = 3, launches: Sequence[str] = tuple(STAGES)) -> list[dict[str, Any]]:
     """Measured against modelled bytes, a row for each launch and collective."""
     from scaling_measure import write_model
 
@@ -268,9 +268,9 @@ def compare(folder: Path, micro_batches: int = 3) -> list[dict[str, Any]]:
 
     shape = Skeleton(write_model(folder / "model"), None, None).shape
     rows = []
-    for name, stage in STAGES.items():
+    for name in launches:
         found = measure(folder, name, micro_batches)
-        expected = payload(shape, Launch(cuda=False, bf16=False, world=2, zero=stage), micro_batches)
+        expected = payload(shape, Launch(cuda=False, bf16=False, world=2, zero=STAGES[name]), micro_batches)
         for kind in sorted({*expected, *found["bytes"]}):
             measured = found["bytes"].get(kind, 0)
             rows.append({"launch": name, "wrapped": found["wrapped"], "collective": kind, "measured": measured,

@@ -37,11 +37,15 @@ def bubblewrap() -> None:
 
 # Files whose tests take minutes, the longest first: with a file a worker, one of these begun last would be waited for alone.
 LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_resume", "test_memory_plan", "test_null_controls",
-        "test_gsm8k", "test_two_processes", "test_slurm", "test_minimal_loop")  # fmt: skip
+        "test_gsm8k", "test_two_processes", "test_slurm")  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))  # stable
+    if "campaign" not in config.option.markexpr and not any("::" in word for word in config.args):
+        left = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -362,9 +362,10 @@ def test_step_times_by_hand(scaling):
 
 
 @pytest.mark.slow
-def test_modelled_traffic_is_what_two_processes_send(scaling, tmp_path):
-    rows = scaling.compare(tmp_path)
-    assert {row["launch"] for row in rows} == {"ddp", "zero1", "zero2", "zero3"}
+@pytest.mark.parametrize("launches", [("ddp", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.campaign)])
+def test_modelled_traffic_is_what_two_processes_send(scaling, launches, tmp_path):
+    rows = scaling.compare(tmp_path, launches=launches)
+    assert {row["launch"] for row in rows} == set(launches)
     for row in rows:
         assert row["wrapped"] == ("DistributedDataParallel" if row["launch"] == "ddp" else "DeepSpeedEngine")
         assert row["measured"] == pytest.approx(row["modelled"], rel=2e-3, abs=100), row  # abs: the loss, the norm

@@ -19,14 +19,26 @@ def test_it_stays_short_and_knows_the_public_face_alone():
     assert imports == ["import argparse", "import random", "from rl import ServiceClient, renderers, types"]
 
 
-@pytest.mark.slow
-def test_it_learns(tmp_path):
-    words = [sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", "400", "--steps", "16", "--seed", str(learning.seed())]
+def rewards_of(folder, sft_steps, steps):
+    """Of each step, as it prints them."""
+    words = [sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", str(sft_steps), "--steps", str(steps)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*words, "--seed", str(learning.seed())], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
-    assert len(rewards) == 16
+    assert len(rewards) == steps
+    return rewards
+
+
+@pytest.mark.slow
+def test_it_runs(tmp_path):
+    assert all(0 <= reward <= 1 for reward in rewards_of(tmp_path, sft_steps=10, steps=2))
+    assert not list(tmp_path.iterdir())  # nothing was saved, nothing is written
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_it_learns(tmp_path):
+    rewards = rewards_of(tmp_path, sft_steps=400, steps=16)
     learning.clears("mean reward of the first step", rewards[0], above=0.05)
     learning.clears("last four steps over the first four, in sum", sum(rewards[-4:]) - sum(rewards[:4]), above=0.0)
-    assert not list(tmp_path.iterdir())  # nothing was saved, nothing is written

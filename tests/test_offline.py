@@ -332,6 +332,7 @@ LOSSES = {
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
     """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss goes on from its weights."""
     data, asked = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")

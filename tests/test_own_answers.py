@@ -164,6 +164,7 @@ def careless(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "words"),
     [("online_dpo", "--group-size 6 --beta 0.05 --learning-rate 1e-3"), ("best_of_n", "--group-size 6 --learning-rate 1e-3")],

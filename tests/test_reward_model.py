@@ -433,6 +433,7 @@ def largest_digit_rows(path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     """The true one, exact_match on held-out prompts, is never learnt from.
 
