@@ -6,7 +6,7 @@ textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in w
 others are any number. The bar is the share of games won, and wins alone are paid: the game's own reward of a game lost is how near the
 last guess came, 0.8 or so, and rises while games are lost.
 reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3 letters and of up to 5), after SFT on
-right answers, so that every seed can spell, and then on answers of which every other one has its letters in any order, so that something is
+right answers, so that every seed can spell, and then on answers of which a third have their letters in any order, so that something is
 left to learn. The bar is the share of right answers over both levels, sampled. Its words are those of one list, so that held-out questions
 are drawn anew, but a word may have been met.
 """
@@ -63,7 +63,7 @@ TASKS = {
         "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
     ),
     "reasoning_gym": Task(
-        "correct", 0.7, 8, 300, 200,
+        "correct", 0.7, 8, 300, 350,
         "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 16 "
         "--advantage mean_std --learning-rate 5e-4",
         rows=24000, able=2500,
@@ -93,7 +93,7 @@ def games(count: int, seed: int) -> Iterator[dict]:
         yield {"messages": messages}
 
 
-def spelled(count: int, seed: int, careless: float = 1 / 2) -> Iterator[dict]:
+def spelled(count: int, seed: int, careless: float = 1 / 3) -> Iterator[dict]:
     """Answers to both levels by turns, of generators that training does not meet; of some the letters are in any order."""
     from rl.environments import resolve_environment
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from rl.sampler import cpu_kernels
+from rl.sampler.token_sampling import draw, draw_by_torch, row_settings
 
 pytestmark = pytest.mark.skipif(cpu_kernels.load() is None, reason="no C++ compiler")
 
@@ -145,3 +147,90 @@ def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
     monkeypatch.setattr(cpu_kernels.os, "replace", refuse)
     found = cpu_kernels.load()
     assert found is not None and found.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("vocab", [1, 2, 13, 511, 512, 513, 1024, 5000, 151_936])
+def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
+    """In long double, with rows of every temperature, greedy ones, tokens of no weight, ties, and the ends of [0, 1)."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 12
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    logits[:, torch.rand(vocab, generator=generator) < 0.3] = -torch.inf
+    logits[:, vocab // 2] = 1.5
+    logits[3, vocab // 3] = logits[3].max()  # a tie
+    logits[4] = logits[4] - 500.0  # far from zero
+    logits[5, vocab // 2] = 120.0  # one token alone: all others are below what has weight
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    temperature = torch.tensor([1.0, 1.0, 0.5, 1.0, 2.0, 1.0, 0.7, 1.0, 1.0, 1.0, 1.3, 1.0])
+    greedy = torch.tensor([False] * 8 + [True, True] + [False] * 2)
+    torch.set_num_threads(threads)
+    try:
+        token, logprob = kernels.draw(logits, uniform, temperature, greedy)
+    finally:
+        torch.set_num_threads(1)
+    for i in range(rows):
+        scaled = (logits[i] / temperature[i]).numpy().astype(np.longdouble)
+        weight = np.exp(scaled - scaled.max())
+        weight[weight < 1e-37] = 0
+        sums = np.cumsum(weight)
+        if greedy[i]:
+            assert token[i] == int(np.argmax(scaled))
+        elif i == 1:  # at the end of [0, 1) the last few tokens lie within rounding
+            assert weight[token[i]] > 0
+        else:
+            expected = int(np.searchsorted(sums, np.longdouble(uniform[i].item()) * sums[-1], side="right"))
+            near = abs(sums[expected] / sums[-1] - uniform[i].item()) < 1e-6 or abs(sums[token[i]] / sums[-1] - uniform[i].item()) < 1e-6
+            assert weight[token[i]] > 0 and (token[i] == expected or near)
+        exact = float(scaled[token[i]] - scaled.max() - np.log(sums[-1]))
+        assert abs(logprob[i].item() - exact) < 1e-6 * max(1.0, abs(exact)), i
+
+
+@pytest.mark.parametrize("vocab", [13, 5000])
+def test_the_draw_follows_the_weights(kernels, vocab):
+    """Chi-square over the tokens, or a hundred bins of them."""
+    generator = torch.Generator().manual_seed(1)
+    logits, draws = torch.randn(1, vocab, generator=generator), 40_000
+    uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
+    token = torch.cat([kernels.draw(logits.repeat(1000, 1), some, None, None)[0] for some in uniform.split(1000)])
+    weight = logits[0].double().softmax(-1)
+    bins = min(vocab, 100)
+    place = torch.arange(vocab) * bins // vocab
+    expected = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, weight) * len(token)
+    counts = torch.bincount(place[token], minlength=bins).double()
+    chi2 = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = bins - 1
+    assert freedom - 4 * (2 * freedom) ** 0.5 < chi2 < freedom + 4.5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(kernels, bad):
+    """The engine refuses such a logprob; a row beside it is what it would be alone."""
+    logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    fine, fine_logprob = kernels.draw(logits[2:].contiguous(), uniform[2:], None, None)
+    logits[0, 3], logits[1] = bad, bad
+    token, logprob = kernels.draw(logits, uniform, None, torch.tensor([False, True, False]))
+    assert logprob[:2].isnan().all() and ((token >= 0) & (token < 700)).all()
+    assert token[2] == fine[0] and logprob[2] == fine_logprob[0]
+
+
+def test_a_row_is_drawn_alike_whoever_is_beside_it():
+    """Cut, greedy, tempered and plain rows together and each alone: the same token and bits; and torch's operations find the same."""
+    generator = torch.Generator().manual_seed(3)
+    vocab, kinds = 3000, [(1.0, -1, 1.0, 0), (0.7, -1, 1.0, 0), (0.0, -1, 1.0, 0), (1.0, 50, 1.0, 0), (0.9, -1, 0.8, 1), (1.0, 20, 0.9, 1)]
+    kinds = kinds * 4
+    logits = torch.randn(len(kinds), vocab, generator=generator) * 3
+    uniform = torch.rand(len(kinds), dtype=torch.float64, generator=generator)
+
+    def settings(some):
+        columns = [np.array(column) for column in zip(*some, strict=True)]
+        return row_settings(*columns[:3], columns[3].astype(bool), vocab=vocab, device=torch.device("cpu"))
+
+    token, logprob = draw(logits, uniform, settings(kinds))
+    by_torch, torchs_logprob = draw_by_torch(logits, uniform, settings(kinds))
+    assert token.tolist() == by_torch.tolist() and (logprob - torchs_logprob).abs().max() < 2e-6
+    for i, kind in enumerate(kinds):
+        one, its_logprob = draw(logits[i : i + 1], uniform[i : i + 1], settings([kind]))
+        assert one[0] == token[i] and its_logprob[0] == logprob[i]

@@ -1,8 +1,8 @@
-// One decode step's work between the matrix products, on a CPU in float32: norms, rotation, attention over the cache, SiLU.
+// One decode step's work between the matrix products, on a CPU in float32: norms, rotation, attention over the cache, SiLU, the draw.
 // Torch does each as a handful of small operations over the same few kilobytes; here each is one call. No torch headers, so that
 // it compiles in about a second; built and called by cpu_kernels.py.
 //
-// N rows, H query heads, K key heads, r = H / K, D head width, E hidden width, I width of the MLP.
+// N rows, V vocabulary, H query heads, K key heads, r = H / K, D head width, E hidden width, I width of the MLP.
 
 #include <algorithm>
 #include <cmath>
@@ -36,6 +36,74 @@ template <class F> void over_rows(int64_t rows, int64_t work_a_row, int threads,
     body(0, rows / wanted);
     for (auto& thread : pool) thread.join();
 }
+
+inline float largest_of(const float* x, int64_t n) {
+    float lane[16], found = -INFINITY;  // lanes of their own: one chain of comparisons would wait for itself
+    std::fill(lane, lane + 16, -INFINITY);
+    int64_t j = 0;
+    for (; j + 16 <= n; j += 16)
+        for (int i = 0; i < 16; i++) lane[i] = x[j + i] > lane[i] ? x[j + i] : lane[i];
+    for (; j < n; j++) found = x[j] > found ? x[j] : found;
+    for (int i = 0; i < 16; i++) found = lane[i] > found ? lane[i] : found;
+    return found;
+}
+
+// exp(x), and 0 where it is below 1e-38: what has no weight is not to be drawn.
+inline float weight_of(float x) { return x <= -87.0f ? 0.0f : exp_fast(x); }
+
+constexpr int64_t SEARCHED = 512;  // tokens that share a sum: the block is found first, then the token in it
+
+// The first of n whose sum is above the target, which is kept below the last sum; its own weight is not zero.
+inline int64_t first_above(const double* sums, int64_t n, double target) {
+    const double below = std::min(target, std::nextafter(sums[n - 1], 0.0));
+    int64_t i = 0;
+    while (i < n - 1 && !(sums[i] > below)) i++;
+    return i;
+}
+
+struct Draw {
+    const float* logits;  // [N, V]
+    const float* temperature;  // [N] or null: 1 everywhere
+    const bool* greedy;  // [N] or null: nowhere
+    const double* uniform;  // [N] in [0, 1)
+    int64_t vocab;
+    int64_t* token;  // [N]
+    float* logprob;  // [N]
+
+    void rows(int64_t first, int64_t last) const {
+        const int64_t blocks = (vocab + SEARCHED - 1) / SEARCHED;
+        std::vector<float> weight(vocab), scaled(temperature ? vocab : 0);
+        std::vector<double> sums(blocks), inside(SEARCHED);
+        for (int64_t n = first; n < last; n++) {
+            const float* x = logits + n * vocab;
+            if (temperature) {
+                for (int64_t v = 0; v < vocab; v++) scaled[v] = x[v] / temperature[n];
+                x = scaled.data();
+            }
+            const float largest = largest_of(x, vocab);
+            double total = 0.0;
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t start = b * SEARCHED, end = std::min(vocab, start + SEARCHED);
+                for (int64_t v = start; v < end; v++) weight[v] = weight_of(x[v] - largest);
+                double sum = 0.0;
+                for (int64_t v = start; v < end; v++) sum += weight[v];
+                sums[b] = total += sum;
+            }
+            if (greedy && greedy[n]) {
+                token[n] = std::max<int64_t>(0, std::find(x, x + vocab, largest) - x);
+                if (token[n] == vocab) token[n] = 0;  // nothing but NaN
+            } else {
+                const double target = uniform[n] * total;
+                const int64_t block = first_above(sums.data(), blocks, target), start = block * SEARCHED;
+                const int64_t width = std::min(SEARCHED, vocab - start);
+                double sum = 0.0;
+                for (int64_t v = 0; v < width; v++) inside[v] = sum += weight[start + v];
+                token[n] = start + first_above(inside.data(), width, target - (block ? sums[block - 1] : 0.0));
+            }
+            logprob[n] = x[token[n]] - largest - static_cast<float>(std::log(total));
+        }
+    }
+};
 
 struct Block {  // keys (or values) [slots, K, positions, D]: positions lie one after the other
     float* start;
@@ -93,17 +161,6 @@ template <int WIDTH> struct Head {
             to[j] = sum;
         }
         return std::max(largest, largest_of(to, n));
-    }
-
-    static inline float largest_of(const float* x, int64_t n) {
-        float lane[16], found = -INFINITY;  // lanes of their own: one chain of comparisons would wait for itself
-        std::fill(lane, lane + 16, -INFINITY);
-        int64_t j = 0;
-        for (; j + 16 <= n; j += 16)
-            for (int i = 0; i < 16; i++) lane[i] = x[j + i] > lane[i] ? x[j + i] : lane[i];
-        for (; j < n; j++) found = x[j] > found ? x[j] : found;
-        for (int i = 0; i < 16; i++) found = lane[i] > found ? lane[i] : found;
-        return found;
     }
 
     static inline void add_values(const float* p, const float* values, int64_t n, int64_t d, float* to) {
@@ -184,6 +241,13 @@ void silu_mul(const float* x, int64_t rows, int64_t width, int threads, float* y
             }
         }
     });
+}
+
+// One token a row by inverse CDF, and its logprob: `draw` of token_sampling.py for rows that nothing is cut from.
+void draw(const float* logits, const float* temperature, const bool* greedy, const double* uniform, int64_t rows, int64_t vocab, int threads,
+          int64_t* token, float* logprob) {
+    const Draw d{logits, temperature, greedy, uniform, vocab, token, logprob};
+    over_rows(rows, 16 * vocab, threads, [=](int64_t first, int64_t last) { d.rows(first, last); });
 }
 
 // Stores the step's keys and values in the rows' blocks and attends, each row to its prompt and its own response.

@@ -29,16 +29,17 @@ _SECONDS = 120.0  # for the compiler
 
 
 class CpuKernels:
-    """The library's three functions. They run on the calling thread, and on `torch.get_num_threads()` where the work is large."""
+    """The library's four functions. They run on the calling thread, and on `torch.get_num_threads()` where the work is large."""
 
     def __init__(self, path: Path):
         library = ctypes.CDLL(str(path))
         pointer, number, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-        self._rms_norm, self._silu_mul, self._attend = library.rms_norm, library.silu_mul, library.attend
+        self._rms_norm, self._silu_mul, self._attend, self._draw = library.rms_norm, library.silu_mul, library.attend, library.draw
         self._rms_norm.argtypes = [pointer, pointer, number, integer, integer, pointer]
         self._silu_mul.argtypes = [pointer, integer, integer, ctypes.c_int, pointer]
         self._attend.argtypes = [pointer, pointer, number, *[pointer] * 11, *[integer] * 4, ctypes.c_int, pointer]
-        for function in (self._rms_norm, self._silu_mul, self._attend):
+        self._draw.argtypes = [*[pointer] * 4, integer, integer, ctypes.c_int, pointer, pointer]
+        for function in (self._rms_norm, self._silu_mul, self._attend, self._draw):
             function.restype = None
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -53,6 +54,16 @@ class CpuKernels:
         out = gate_up_N2I.new_empty(rows, width // 2)
         self._silu_mul(gate_up_N2I.data_ptr(), rows, width // 2, torch.get_num_threads(), out.data_ptr())
         return out
+
+    def draw(self, logits_NV: Tensor, uniform_N: Tensor, temperature_N: Tensor | None, greedy_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A token (int64) and its logprob a row: `token_sampling.draw`. `uniform_N` float64, `temperature_N` float32, `greedy_N` bool."""
+        token_N, logprob_N = logits_NV.new_empty(len(logits_NV), dtype=torch.int64), logits_NV.new_empty(len(logits_NV))
+        others = (None if one is None else one.data_ptr() for one in (temperature_N, greedy_N))
+        self._draw(
+            logits_NV.data_ptr(), *others, uniform_N.data_ptr(), *logits_NV.shape, torch.get_num_threads(),
+            token_N.data_ptr(), logprob_N.data_ptr(),
+        )  # fmt: skip
+        return token_N, logprob_N
 
     def attend(
         self,

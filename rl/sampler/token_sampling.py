@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.sampler import cpu_kernels
+
 _BLOCK = 512  # vocabularies above this are searched in two levels: first the block, then the token in it
 
 
@@ -67,8 +69,34 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
     The logprob is that of the distribution the token was drawn from: softmax(logits / T), renormalised over its support where
     top-k or top-p cut it, except in rows of `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest
     logit (ties: the lowest id) and report the untempered logprob.
+
+    On a CPU rows that nothing is cut from are drawn by one call of `CpuKernels`, others and other devices by torch's operations. How
+    a row is drawn depends on its own settings alone, not on who else is in the batch.
     """
-    scaled_NV = logits_NV.float()
+    logits_NV = logits_NV.float()
+    kernels = cpu_kernels.load() if logits_NV.device.type == "cpu" and type(logits_NV) is Tensor else None
+    if kernels is None:
+        return draw_by_torch(logits_NV, uniform_N, settings)
+    token_N, logprob_N = kernels.draw(logits_NV.contiguous(), uniform_N.double().contiguous(), settings.temperature_N, settings.greedy_N)
+    if (rows := settings.truncated) is not None:
+        token_N[rows], logprob_N[rows] = draw_by_torch(logits_NV[rows], uniform_N[rows], _of_rows(settings, rows))
+    return token_N, logprob_N
+
+
+def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
+    """The settings of `truncated` rows, which are all there is; no greedy one is among them."""
+    whole = settings.untruncated_logprobs
+    return RowSettings(
+        temperature_N=None if settings.temperature_N is None else settings.temperature_N[rows],
+        truncated=torch.arange(len(rows), device=rows.device),
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        untruncated_logprobs=None if whole is None else torch.searchsorted(rows, whole),
+    )
+
+
+def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
+    """`draw` of float32 logits on any device."""
     if settings.temperature_N is not None:
         scaled_NV = scaled_NV / settings.temperature_N[:, None]
     whole_NV = scaled_NV
