@@ -76,9 +76,10 @@ class TrlEnvironments(Environment):
     factories: ClassVar[Mapping[str, Callable[[], Any]]]
 
     async def start(self) -> list[Message]:
-        named = self.row.get("environment")
+        given = self.row.get("environment")
+        named = str(given)
         if named not in self.factories:
-            raise ValueError(f"the row's column 'environment' is {named!r}; the dictionary has {', '.join(map(repr, self.factories))}")
+            raise ValueError(f"the row's column 'environment' is {given!r}; the dictionary has {', '.join(map(repr, self.factories))}")
         self.played = TrlEnvironment(self.factories[named]())
         self.played.row = {key: value for key, value in self.row.items() if key != "environment"}
         self.tools = self.played.tools

@@ -195,6 +195,12 @@ template <int WIDTH> struct Head {
             p.resize(before + own + 1);
             for (int64_t h = 0; h < s.key_heads; h++) {
                 float *keys = s.row_k.at(n, h), *values = s.row_v.at(n, h);
+                const bool same = h + 1 < s.key_heads;
+                if (same || n + 1 < last) {  // blocks are short, so that the processor's own guess comes late
+                    const int64_t row = same ? n : n + 1, head = same ? h + 1 : 0, bytes = s.written[row] * D * sizeof(float);
+                    const char *k = reinterpret_cast<char*>(s.row_k.at(row, head)), *v = reinterpret_cast<char*>(s.row_v.at(row, head));
+                    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(k + i, 0, 2), __builtin_prefetch(v + i, 0, 2);
+                }
                 norm_rotate(x + (s.heads + h) * D, s.norm_k, s.eps, cos, sin, 1.0f, D, normed, keys + own * D);
                 std::memcpy(values + own * D, x + (s.heads + s.key_heads + h) * D, D * sizeof(float));
                 for (int64_t g = h * r; g < (h + 1) * r; g++) {
