@@ -130,8 +130,7 @@ class FastForward:
                 qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
             x = self._together(layer.out(attend(i, q, k, v), whose)).add_(x)
-            gate, up = layer.gate_up(self.rms(x, layer.norm_mlp), whose).chunk(2, dim=-1)
-            x = self._together(layer.down(F.silu(gate).mul_(up), whose)).add_(x)
+            x = self._together(layer.down(self._gated(layer.gate_up(self.rms(x, layer.norm_mlp), whose)), whose)).add_(x)
         return self.rms(x, self.norm_E)
 
     def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None) -> Tensor:
@@ -144,6 +143,13 @@ class FastForward:
             gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), whose)
             x = self._together(layer.down(kernels.silu_mul(gate_up), whose)).add_(x)
         return kernels.rms_norm(x, self.norm_E, eps)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, from [.., 2 I] to [.., I]."""
+        if self.cpu_kernels is not None:
+            return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(0, gate_up.shape[:-1])
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def _together(self, part: Tensor) -> Tensor:
         """What all ranks that hold the decoder have computed, from this one's part of it."""

@@ -33,12 +33,16 @@ def _may(weight: Tensor) -> bool:
     return plain and weight.numel() >= LEAST and not weight.is_inference() and torch.backends.mkldnn.is_available()
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [.., I] times weight [O, I]; None where this matrix stays as it is. The layout is made anew after the matrix was written to."""
+def layout(weight: Tensor) -> tuple[int, Tensor] | None:
+    """(the matrix's version that this is of, its other layout); None where the matrix stays as it is. To be asked again after a change."""
     if not _may(weight):
         return None
-    version, packed = _made.get(weight, (None, None))
-    if version != weight._version:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-        _made[weight] = weight._version, packed
+    made = _made.get(weight)
+    if made is None or made[0] != weight._version:
+        made = _made[weight] = weight._version, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return made
+
+
+def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [.., I] times the matrix [O, I] of that layout."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -77,7 +77,7 @@ class Projection:
     `packs`: whether the matrix may be held in a second layout (`rl.sampler.packed`).
     """
 
-    __slots__ = ("adapter", "bias", "others", "packs", "weight")
+    __slots__ = ("adapter", "bias", "layout", "others", "packs", "weight")
 
     def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor]):
         self.weight = buffers[spec.weight]
@@ -86,6 +86,7 @@ class Projection:
         self.adapter = LowRank(buffers[spec.lora_a], parts) if spec.lora_a else None
         self.others: dict[int, LowRank] = {}
         self.packs = False
+        self.layout: tuple[int, Tensor] | None = None
 
     def __call__(self, x: Tensor, whose: Whose | None = None) -> Tensor:
         y = self._product(x)
@@ -98,9 +99,10 @@ class Projection:
         return y
 
     def _product(self, x: Tensor) -> Tensor:
-        if self.packs and (y := packed.product(x, self.weight, self.bias)) is not None:
-            return y
-        return self._plain(x)
+        if self.packs and (self.layout is None or self.layout[0] != self.weight._version):
+            self.layout = packed.layout(self.weight)
+            self.packs = self.layout is not None
+        return self._plain(x) if self.layout is None else packed.product(x, self.layout[1], self.bias)
 
     def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -132,6 +134,7 @@ class HeadProjection(Projection):
         if self.team is not None:
             other.outputs = outputs
             return other
+        other.layout = None
         other.weight, other.bias = self.weight[:outputs], None if self.bias is None else self.bias[:outputs]
         other.adapter = None if self.adapter is None else self.adapter.first(outputs)
         return other
