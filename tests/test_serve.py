@@ -18,7 +18,7 @@ from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.serve import wire
 from rl.serve.promises import Promise
-from rl.serve.tinker import end_session
+from rl.serve.tenants import end_session
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")

@@ -11,7 +11,7 @@ from serving import BASE, Wire, server
 from test_serve import KEYS, texts
 
 from rl.serve import desk
-from rl.serve.tinker import end_session
+from rl.serve.tenants import end_session
 
 
 @contextmanager

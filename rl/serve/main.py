@@ -28,8 +28,8 @@ from rl.serve.promises import Promise, Promises, settled
 from rl.serve.rest import Rest
 from rl.serve.samples import Samples
 from rl.serve.settings import Limits, ServedBase, ServeSettings
-from rl.serve.tenants import Tenants
-from rl.serve.tinker import Tinker, end_session
+from rl.serve.tenants import Tenants, end_session
+from rl.serve.tinker import Tinker
 
 log = logging.getLogger("whetstone.serve")
 KEYS = "WHETSTONE_SERVE_KEYS"

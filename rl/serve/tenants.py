@@ -11,7 +11,7 @@ from typing import Any
 from rl.clients import SamplingClient, TrainingClient, drop_gradients, in_parts
 from rl.errors import UserError
 from rl.ranks import checkpoint
-from rl.serve.book import LIVE, Book, Model, Sampler
+from rl.serve.book import LIVE, Book, Model, Sampler, Session
 from rl.serve.desk import Desk
 from rl.serve.promises import Promise
 from rl.serve.refusals import Interrupted, Refused
@@ -289,3 +289,16 @@ class Tenants:
         if not folder.is_dir():
             info["tokenizer"].save_pretrained(str(folder))
         return str(folder)
+
+
+def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> None:
+    """What has not begun fails, what it holds in memory is given back; the first reason stays."""
+    if session.finished is not None:
+        return
+    session.finished = reason
+    tenants.book.keep(session)
+    for model in [model for model in list(tenants.book.models.values()) if model.session == session.session_id]:
+        waiting, model.waiting = dict(model.waiting), {}
+        for job in waiting.values():
+            job.done.set_exception(Refused(410, f"its session has ended ({reason})"))
+    desk.submit(session.owner, f"{session.session_id}:end", "end_session", lambda: tenants.end_session(session.session_id))

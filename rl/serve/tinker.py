@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
@@ -22,7 +23,7 @@ from rl.serve.desk import Desk
 from rl.serve.promises import Promise, Promises, digest_of, settled
 from rl.serve.refusals import Interrupted, Refused, told
 from rl.serve.settings import LOOPBACK
-from rl.serve.tenants import Tenants
+from rl.serve.tenants import Tenants, end_session
 from rl.types import ForwardBackwardOutput, SampleResponse
 
 PROTOBUF = "application/x-protobuf"
@@ -221,7 +222,9 @@ class Tinker:
                 raise BadRequestError(f"there is a sampling session {sampler_id} already")
             return self.tenants.snapshot(model, Sampler(sampler_id, model.owner, model.session, model.base, snapshot=True))
 
-        return self._ask(model, seq, "save_weights_for_sampler", await request.body(), lambda: _late(work))
+        # the SDK counts its sampling sessions anew for each try: one whose answer was lost comes again with another number of those
+        same = {name: value for name, value in body.fields.items() if name != "sampling_session_seq_id"}
+        return self._ask(model, seq, "save_weights_for_sampler", json.dumps(same, sort_keys=True).encode(), lambda: _late(work))
 
     async def save_weights_external(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -294,19 +297,6 @@ class Tinker:
         if promise.what == "sample":
             promise.done.cancel()
         return Response(status_code=204)
-
-
-def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> None:
-    """What has not begun fails, what it holds in memory is given back; the first reason stays."""
-    if session.finished is not None:
-        return
-    session.finished = reason
-    tenants.book.keep(session)
-    for model in [model for model in list(tenants.book.models.values()) if model.session == session.session_id]:
-        waiting, model.waiting = dict(model.waiting), {}
-        for job in waiting.values():
-            job.done.set_exception(Refused(410, f"its session has ended ({reason})"))
-    desk.submit(session.owner, f"{session.session_id}:end", "end_session", lambda: tenants.end_session(session.session_id))
 
 
 def _answer(result: Any, protobuf: bool) -> Response:
