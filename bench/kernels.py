@@ -5,7 +5,7 @@
     python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv --plot runs/kernels.png
     python bench/kernels.py --device cpu                   # a tiny head; shows that everything runs, not how fast
 
-Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss, gae. Every provider gets the same seeded gradient
+Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider gets the same seeded gradient
 for each token's logprob and is compared with float64: logprobs and dX of 16 tokens, dW of 16 vocabulary rows. One at a time is on
 the device, each row is written as it is measured, and one that cannot run says why. "floor" is the least time its
 own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.kernel_harness import Step, Timing, captured, measure  # noqa: E402
 from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider  # noqa: E402
 from bench.shapes import SHAPES, TINY, TOKENS, Shape, copy_floor_ms, floor_ms  # noqa: E402
-from kernels import gae, policy_loss, token_logprob  # noqa: E402
+from kernels import policy_loss, token_logprob  # noqa: E402
 
 Errors = tuple[float, float, float]  # logp, dX, dW
 
@@ -140,19 +140,19 @@ def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, rep
 
 
 def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
-    """policy_loss and gae: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms for 32k tokens.
+    """policy_loss: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms for 32k tokens.
 
     "graph": replayed, so that the host's 0.1 ms is not in it.
     """
     p = Problem.make(Shape(model="tokens", D=1, V=2), tokens, device, torch.float32)
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
-    cu = torch.arange(0, tokens + 1, max(tokens // 32, 1), device=device)
-    cu[-1] = tokens
-    calls = {"policy_loss": lambda: policy_loss(logp, old, advantage, kind="ppo"), "gae": lambda: gae(logp, old, cu, 0.99, 0.95)}
-    for name, call in calls.items():
-        steps = {"forward": Step(lambda _, call=call: call())} | ({"graph": captured(call)} if device == "cuda" else {})
-        for phase, timing in measure(steps, device, repeats).items():
-            yield row(name, "ours", "flat", phase, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
+
+    def call() -> object:
+        return policy_loss(logp, old, advantage, kind="ppo")
+
+    steps = {"forward": Step(lambda _: call())} | ({"graph": captured(call)} if device == "cuda" else {})
+    for phase, timing in measure(steps, device, repeats).items():
+        yield row("policy_loss", "ours", "flat", phase, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
 
 
 def show(r: Row) -> None:

@@ -1,7 +1,5 @@
 """Fused operations on token logprobs: torch custom ops with Triton kernels on CUDA and plain torch paths elsewhere."""
 
-from kernels.discounted_scan import discounted_scan, gae
-from kernels.distill_kl import distill_kl
 from kernels.draw import draw
 from kernels.linear_logprob import linear_logprob, linear_logprob_reference
 from kernels.policy_loss import policy_loss, policy_loss_reference
@@ -10,10 +8,7 @@ from kernels.soft_logprob import soft_logprob
 from kernels.token_logprob import token_logprob
 
 __all__ = [
-    "discounted_scan",
-    "distill_kl",
     "draw",
-    "gae",
     "head_bytes",
     "linear_logprob",
     "linear_logprob_reference",

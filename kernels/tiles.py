@@ -76,10 +76,3 @@ def tiles_for(D: int, dtype: torch.dtype, device: Device = HOPPER) -> Tiles:
 
 # Of linear_logprob_ws.py on Hopper: one producing warp and two groups of four that multiply 64 x 256 each.
 SPECIAL = Tiles(128, 256, 64, 4, 3)
-
-
-def pair_tiles_for(dtype: torch.dtype, device: Device = HOPPER) -> Tiles:
-    """Of the kernels that make the same tile for two heads."""
-    if dtype == torch.float32:
-        return Tiles(64, 64, 32, 4, 3)
-    return Tiles(128, 128, 64, 8, 3) if device.warpgroups else Tiles(64, 128, 32, 8, 3)

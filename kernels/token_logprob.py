@@ -198,12 +198,3 @@ def token_logprob(
     )  # fmt: skip
     logp, entropy, lse = (output.view(target.shape) for output in outputs)
     return logp, entropy, lse
-
-
-# ---------------------------------------------------------------------------------------------------- plain reference
-
-
-def token_logprob_reference(logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None) -> Tensor:
-    """logp by the definition, for targets that are all in range."""
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return (logits / temperature).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)

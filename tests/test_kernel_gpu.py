@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import discounted_scan, distill_kl, gae, linear_logprob, linear_logprob_reference, policy_loss, token_logprob
+from kernels import linear_logprob, linear_logprob_reference, policy_loss, token_logprob
 
 pytestmark = pytest.mark.gpu
 
@@ -178,7 +178,7 @@ def test_unaligned_targets_and_inplace_logits():
     assert (logits.grad.double() - exact.grad).abs().max() < 2e-2
 
 
-def test_losses_scans_and_distillation_equal_the_cpu():
+def test_losses_equal_the_cpu():
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(5000, generator=g) * 0.3 for _ in range(4)]
     cu, mask = torch.tensor([0, 7, 7, 3000, 5000]), torch.rand(5000, generator=g) < 0.6
@@ -192,12 +192,3 @@ def test_losses_scans_and_distillation_equal_the_cpu():
             loss.backward()
             losses.append((loss.cpu().detach(), leaf.grad.cpu()))
         torch.testing.assert_close(losses[0], losses[1], atol=1e-3, rtol=1e-4)
-    cpu = gae(tensors[0], tensors[1], cu, 0.99, 0.95, mask)[0], discounted_scan(tensors[0], cu, 0.9)
-    reward, value, cu, mask = tensors[0].cuda(), tensors[1].cuda(), cu.cuda(), mask.cuda()
-    gpu = gae(reward, value, cu, 0.99, 0.95, mask)[0], discounted_scan(reward, cu, 0.9)
-    for a, b in zip(cpu, gpu, strict=True):
-        torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
-    heads = [torch.randn(shape, generator=g) * 0.3 for shape in ((65, 64), (1001, 64), (65, 48), (1001, 48))]
-    for kind in ("forward", "reverse", "mixture"):
-        ours = distill_kl(*(t.cuda() for t in heads), kind=kind)
-        torch.testing.assert_close(ours.cpu(), distill_kl(*heads, kind=kind), atol=1e-4, rtol=1e-3)

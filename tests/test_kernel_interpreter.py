@@ -387,38 +387,3 @@ def test_a_nan_in_the_policy_loss_is_not_dropped():
             plain = (mask, None, 0.8, 1.2, cu, kind, 0.05, 0.0, "k2")
             for sums, grad in (policy_loss_pass(*fields, *rest, block=16), _torch_pass(*fields, *plain)):
                 assert sums[0].isnan() and grad[1].isnan() and not grad[3:].isnan().any(), (kind, field)
-
-
-@inside
-def test_defect_14_scans_run_backwards_rightly():
-    from kernels.discounted_scan import _torch_scan, scan_op
-    from kernels.discounted_scan_triton import scan
-
-    g = torch.Generator().manual_seed(0)
-    reward, value, boot = torch.randn(37, generator=g), torch.randn(37, generator=g), torch.randn(4, generator=g)
-    cu, mask = torch.tensor([0, 5, 5, 20, 37]), torch.rand(37, generator=g) < 0.6
-    holes = torch.where(mask, reward, float("nan"))
-    for rewards, m, after in ((reward, None, None), (holes, mask, boot)):
-        close(scan(rewards, value, cu, m, after, 0.97, 0.9, False, block=8), _torch_scan(rewards, value, cu, m, after, 0.97, 0.9), 1e-5)
-        close(scan(rewards, None, cu, m, None, 0.9, 1.0, True, block=8), scan_op(rewards, cu, 0.9, m, True), 1e-5)
-
-
-@inside
-@pytest.mark.parametrize("kind", ["forward", "reverse", "mixture"])
-@pytest.mark.parametrize(("dtype", "softcap", "D"), [(torch.float32, 4.0, 21), (torch.bfloat16, None, 24)])
-def test_distill_kl(small, monkeypatch, kind, dtype, softcap, D):
-    from kernels import distill_kl_triton
-
-    monkeypatch.setattr(distill_kl_triton, "SPLITS", 2)
-    torch_path = sys.modules["kernels.distill_kl"]
-    xs, ws, y, _ = problem(N=9, D=D, dtype=dtype)
-    xt, wt = (t.flip(0).contiguous() for t in problem(N=9, D=16, dtype=dtype)[:2])
-    args = (xs, ws, xt, wt, Head(0.8, softcap), Head(0.8, None), kind, 0.3)
-    truth = torch_path.forward(*args)
-    for mine, exact in zip(distill_kl_triton.forward(*args, tiles=TILES), truth, strict=True):
-        close(mine, exact, 1e-5)
-    need = {"need_x": True, "need_w": True}
-    expected = torch_path.backward(*args, torch.randn(9, generator=torch.Generator().manual_seed(1)), *truth[1:], **need)
-    upstream = torch.randn(9, generator=torch.Generator().manual_seed(1))
-    for mine, exact in zip(distill_kl_triton.backward(*args, upstream, *truth[1:], tiles=TILES, **need), expected, strict=True):
-        close(mine, exact, 3 * ROUNDING[dtype])

@@ -1,14 +1,11 @@
-"""token_logprob and distill_kl off CUDA: against whole logits in float64."""
+"""token_logprob off CUDA: against whole logits in float64."""
 
 import itertools
 
 import pytest
 import torch
 
-from kernels import distill_kl, linear_logprob_reference, token_logprob
-from kernels.distill_kl import KINDS, distill_kl_reference
-from kernels.distill_kl import backward_op as kl_backward_op
-from kernels.distill_kl import forward_op as kl_op
+from kernels import linear_logprob_reference, token_logprob
 from kernels.token_logprob import backward_inplace_op, backward_op, forward_op
 
 T, V = 9, 50
@@ -79,79 +76,3 @@ def test_token_logprob_checks_and_opcheck():
     torch.library.opcheck(backward_inplace_op, (*upstream, logits.clone(), y, entropy, lse, 1.0, None, -100))
     compiled = torch.compile(token_logprob, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(logits, y)[0], token_logprob(logits, y)[0])
-
-
-# -------------------------------------------------------------------------------------------------------------- distillation
-
-
-def pair(seed=0, D=6, E=5):
-    g = torch.Generator().manual_seed(seed)
-    shapes = ((T, D), (V, D), (T, E), (V, E))
-    xs, ws, xt, wt = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
-    upstream = torch.randn(T, generator=g, dtype=torch.float64)
-    upstream[1] = 0.0
-    return xs.requires_grad_(), ws.requires_grad_(), xt, wt, upstream
-
-
-def exact_kl(xs, ws, xt, wt, kind, temperature, softcap, mask):
-    student = xs @ ws.t()
-    student = student if softcap is None else softcap * torch.tanh(student / softcap)
-    kl = distill_kl_reference(student, xt @ wt.t(), kind, 0.3, temperature)
-    return kl if mask is None else kl * mask
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_distill_kl_equals_the_definition(kind, monkeypatch):
-    import sys
-
-    for small_blocks, masked, softcap, temperature in itertools.product((False, True), (False, True), (None, 4.0), (1.0, 0.6)):
-        if small_blocks:
-            monkeypatch.setattr(sys.modules["kernels.linear_logprob_torch"], "COLUMNS", 7)
-        xs, ws, xt, wt, upstream = pair()
-        mask = torch.arange(T) % 3 != 0 if masked else None
-        expected = exact_kl(xs, ws, xt, wt, kind, temperature, softcap, mask)
-        (expected * upstream).sum().backward()
-        a, b = (t.detach().float().requires_grad_() for t in (xs, ws))
-        settings = {"kind": kind, "beta": 0.3, "temperature": temperature, "mask": mask, "student_softcap": softcap}
-        kl = distill_kl(a, b, xt.float(), wt.float(), **settings)
-        (kl * upstream.float()).sum().backward()
-        for mine, truth in ((kl, expected), (a.grad, xs.grad), (b.grad, ws.grad)):
-            torch.testing.assert_close(mine.detach().double(), truth.detach(), atol=5e-5, rtol=1e-4)
-
-
-def test_divergence_from_itself_is_zero_and_masked_nan_is_nothing():
-    xs, ws, _, _, _ = pair()
-    x, w = xs.detach().float(), ws.detach().float()
-    for kind in KINDS:
-        torch.testing.assert_close(distill_kl(x, w, x, w, kind=kind), torch.zeros(T), atol=1e-5, rtol=0)
-        poisoned = x.clone()
-        poisoned[0] = float("nan")
-        mask = torch.arange(T) > 0
-        weight = w.clone().requires_grad_()
-        kl = distill_kl(poisoned, weight, 2 * x, w, kind=kind, mask=mask)
-        kl.sum().backward()
-        assert float(kl[0]) == 0.0 and weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
-        assert (distill_kl(x, w, x, w, kind=kind, mask=torch.zeros(T)) == 0).all()
-
-
-def test_distill_checks_opcheck_and_compile():
-    xs, ws, xt, wt, upstream = pair()
-    xs, ws, xt, wt = (t.detach().float() for t in (xs, ws, xt, wt))
-    cases = [
-        (lambda: distill_kl(xs, ws, xt, wt[:9]), "one V"),
-        (lambda: distill_kl(xs, ws, xt[:3], wt), "the same tokens"),
-        (lambda: distill_kl(xs, ws, xt, wt, kind="js"), "expected one of forward"),
-        (lambda: distill_kl(xs, ws, xt, wt, kind="mixture", beta=1.0), "0 < beta < 1"),
-        (lambda: distill_kl(xs, ws, xt, wt.bfloat16()), "teacher"),
-    ]
-    for call, message in cases:
-        with pytest.raises((ValueError, TypeError), match=message):
-            call()
-    args = (xs.clone().requires_grad_(), ws.clone().requires_grad_(), xt, wt, None, 0.7, None, None, "reverse", 0.5)
-    torch.library.opcheck(kl_op, args)
-    with torch.no_grad():
-        rest = kl_op(*args)[1:]
-        settings = (0.7, None, None, "reverse", 0.5, [True, True])
-        torch.library.opcheck(kl_backward_op, (upstream.float(), xs, ws, xt, wt, None, *rest, *settings))
-    compiled = torch.compile(lambda x: distill_kl(x, ws, xt, wt), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(xs), distill_kl(xs, ws, xt, wt))

@@ -1,4 +1,4 @@
-"""policy_loss, discounted_scan and gae off CUDA: against formulas differentiated by autograd, loops, and numbers worked by hand."""
+"""policy_loss off CUDA: against formulas differentiated by autograd, and numbers worked by hand."""
 
 import itertools
 import math
@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from kernels import discounted_scan, gae, policy_loss, policy_loss_reference
-from kernels.discounted_scan import gae_op, gae_reference, scan_op
+from kernels import policy_loss, policy_loss_reference
 from kernels.policy_loss import KINDS, KL_KINDS, METRICS, forward_op
 
 CU = torch.tensor([0, 5, 5, 20, 37])
@@ -97,18 +96,12 @@ def test_all_masked_is_a_zero_loss_on_the_graph():
     assert float(loss.detach()) == 0.0 and (leaf.grad == 0).all()
 
 
-@pytest.mark.parametrize("name", ["policy_loss", "scan", "gae"])
-def test_opcheck_and_compile(name):
+def test_opcheck_and_compile():
     logp, settings = case(5)
     lp, old, adv = logp.float().requires_grad_(), settings["old_T"].float(), settings["advantage_T"].float()
-    if name == "policy_loss":
-        torch.library.opcheck(forward_op, (lp, old, adv, settings["mask_T"], None, None, None, CU, "gspo", 0.8, 1.2, 0.05, 0.0, "k2"))
-        compiled = torch.compile(lambda x: policy_loss(x, old, adv)[0], fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(lp), policy_loss(lp, old, adv)[0])
-    elif name == "scan":
-        torch.library.opcheck(scan_op, (lp, CU, 0.9, settings["mask_T"], False))
-    else:
-        torch.library.opcheck(gae_op, (lp.detach(), old, CU, 0.9, 0.8, None, None))
+    torch.library.opcheck(forward_op, (lp, old, adv, settings["mask_T"], None, None, None, CU, "gspo", 0.8, 1.2, 0.05, 0.0, "k2"))
+    compiled = torch.compile(lambda x: policy_loss(x, old, adv)[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(lp), policy_loss(lp, old, adv)[0])
 
 
 def test_missing_masks_and_wrong_inputs_are_named():
@@ -125,55 +118,3 @@ def test_missing_masks_and_wrong_inputs_are_named():
     for settings, message in cases:
         with pytest.raises(ValueError, match=message):
             policy_loss(x, x, x, **settings)
-
-
-# ------------------------------------------------------------------------------------------------------------------- scans
-
-
-def test_returns_by_hand():
-    """Two sequences: [1, 2, 4] and [8] at discount 1/2."""
-    y = discounted_scan(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 3, 4]), 0.5)
-    assert y.tolist() == [3.0, 4.0, 4.0, 8.0]
-    back = discounted_scan(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 3, 4]), 0.5, from_start=True)
-    assert back.tolist() == [1.0, 2.5, 5.25, 8.0]
-
-
-def test_holes_are_stepped_over():
-    """A tool's token between two actions discounts nothing and leaks nothing."""
-    y = discounted_scan(torch.tensor([1.0, float("nan"), 4.0]), torch.tensor([0, 3]), 0.5, torch.tensor([1, 0, 1]))
-    assert y.tolist() == [3.0, 0.0, 4.0]
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("holes", [False, True])
-@pytest.mark.parametrize("cut", [False, True])
-def test_gae_equals_the_loop(lam, holes, cut):
-    g = torch.Generator().manual_seed(0)
-    reward, value, boot = (torch.randn(n, generator=g) for n in (T, T, 4))
-    mask = torch.rand(T, generator=g) < 0.6 if holes else None
-    if mask is not None:
-        reward[~mask] = float("nan")
-    advantage, returns = gae(reward, value, CU, 0.97, lam, mask, boot if cut else None)
-    expected = gae_reference(reward, value, CU, 0.97, lam, mask, boot if cut else None)
-    torch.testing.assert_close(advantage, expected, atol=1e-5, rtol=1e-5)
-    on = torch.ones(T, dtype=torch.bool) if mask is None else mask
-    torch.testing.assert_close(returns[on], (expected + value)[on], atol=1e-5, rtol=1e-5)
-
-
-def test_scan_gradient_is_the_transpose():
-    x = torch.randn(T, dtype=torch.float32, requires_grad=True)
-    mask = torch.rand(T) < 0.7
-    dense = torch.stack([discounted_scan(row, CU, 0.9, mask) for row in torch.eye(T)], dim=1)
-    upstream = torch.randn(T)
-    discounted_scan(x, CU, 0.9, mask).backward(upstream)
-    torch.testing.assert_close(x.grad, dense.t() @ upstream, atol=1e-5, rtol=1e-5)
-    assert dense.triu().abs().sum() > 10  # it does look ahead
-
-
-def test_no_tokens_and_wrong_sequences():
-    nothing = torch.zeros(0)
-    assert discounted_scan(nothing, torch.tensor([0]), 0.9).shape == (0,)
-    assert gae(nothing, nothing, torch.tensor([0, 0]))[0].shape == (0,)
-    for cu in ([0, 3], [1, 4], [0, 3, 2, 4]):
-        with pytest.raises(ValueError, match="cu_seqlens is"):
-            discounted_scan(torch.zeros(4), torch.tensor(cu), 0.9)

@@ -48,19 +48,6 @@ def test_token_advantages_are_the_written_out_sums(gamma, lam, bootstrap):
         np.testing.assert_allclose(found, rewards[::-1].cumsum()[::-1] - values, atol=1e-6)
 
 
-def test_token_advantages_are_those_of_the_kernel():
-    from kernels import gae
-
-    rng = np.random.default_rng(1)
-    mask = rng.random(30) < 0.6
-    rewards, values = rng.standard_normal(30), rng.standard_normal(30)
-    on = torch.from_numpy(mask)
-    arrays = [torch.from_numpy(a).float() for a in (rewards, values)]
-    kernel, _ = gae(*arrays, torch.tensor([0, 30]), 0.9, 0.8, on, torch.tensor([0.3]))
-    found = token_advantages(rewards[mask], values[mask], gamma=0.9, lam=0.8, bootstrap=0.3)
-    np.testing.assert_allclose(kernel[on].numpy(), found, atol=1e-5)
-
-
 def datum(logprobs, mask, advantages=None):
     n = len(mask)
     fields = {"target_tokens": [1] * n, "logprobs": logprobs, "mask": mask, "advantages": advantages or [0.0] * n}

@@ -160,6 +160,7 @@ def test_steps_between_two_looks_wait_for_nothing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps.run(8, 2, False, 4)
+        engine._state.bring([(1, 2, 3)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

@@ -24,6 +24,7 @@ def pages(monkeypatch, request):
 
     def over_pages(decoder, *args, **settings):
         if type(decoder) is not FastDecoder:
+            settings = {name: value for name, value in settings.items() if name not in ("kept", "sizes")}
             return Engine(decoder, *args, **settings)
         kind, more = (SteppedEngine, {"look": 3}) if request.param == "stepped" else (PagedEngine, {})
         made.append(kind(decoder, *args, page=PAGE, **settings, **more))

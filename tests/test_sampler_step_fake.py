@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 
@@ -32,18 +34,20 @@ class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.done, self.waits, self.leaves, self.made, self.launched = [], [], [], [], Counter()
+        self.launching, self.born, self.stayed = False, [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inside = str(func), [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if name in WAITS:
+            self.waits.append(name)
         out = func(*args, **(kwargs or {}))
         outside = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         self.done.append((name, *(tuple(t.shape) for t in (*inside, *outside))))
-        if name in WAITS:
-            self.waits.append(name)
         if len({t.device.type for t in (*inside, *outside)}) > 1:
             self.leaves.append(name)
-        if name.split(".")[1].removeprefix("new_") in FROM_NOTHING:
+        if name.split(".")[1].removeprefix("new_") in FROM_NOTHING and not self.launching:
             self.made.append((name, tuple(outside[0].shape)))
+        self.born += [weakref.ref(t) for t in outside if not any(t is one for one in inside)]
         return out
 
 
@@ -57,7 +61,10 @@ def recorder(monkeypatch):
     def launched(name, give):
         def work(*args, **kwargs):
             wire.launched[name] += 1
-            return give(*args, **kwargs)
+            wire.launching = True  # what it gives is made for it
+            out = give(*args, **kwargs)
+            wire.launching = False
+            return out
 
         return work
 
@@ -93,32 +100,46 @@ def two_steps(wire, model, rows, shared) -> tuple[list, int, StepBuffers]:
         found = []
         for _ in range(2):
             wire.done.clear()
+            wire.born.clear()
             with wire:
                 run_step(decoder, kv, rope, buffers, rows, 8, shared)
             found.append(list(wire.done))
+            gc.collect()
+            wire.stayed += [one for one in wire.born if one() is not None]
         assert found[0] == found[1]
         return found[0], len(decoder.layers), buffers
 
 
+STEPS = ["qwen3", "qwen2", "llama", "qwen3 with adapters", "qwen3 with one on the head", "large with one on the head"]
+
+
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "qwen3 with adapters"])
-def test_a_step_waits_for_nothing_and_is_the_same_every_time(recorder, kind, shared):
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recorder, kind, shared):
     name, _, more = kind.partition(" with ")
-    model = tiny_model(name)
-    two_steps(recorder, add_lora(model, ["q_proj", "o_proj", "gate_proj", "down_proj"]) if more else model, 24, shared)
+    model = tiny_model("qwen3", vocab_size=5000) if name == "large" else tiny_model(name)
+    adapters = ["lm_head"] if "head" in more else ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    two_steps(recorder, add_lora(model, adapters) if more else model, 24, shared)
     assert recorder.waits == [] and recorder.leaves == []
-    assert recorder.launched == {"residual_rms": 2 * 5, "silu_mul": 2 * 2, "rope_append": 2 * 2, "draw": 2}  # two steps of two layers
+    assert recorder.made == [] and recorder.born and recorder.stayed == []  # no tensor out of nothing; what there was is gone
+    draws = {} if "head" in more else {"draw": 2}
+    assert recorder.launched == {"residual_rms": 2 * 5, "silu_mul": 2 * 2, "rope_append": 2 * 2, **draws}  # two steps of two layers
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):
-    """Planted: one wait, one copy to the host, one tensor out of nothing."""
+    """Planted: one wait, one copy to the host, a tensor out of nothing, and one that stays."""
     with FakeTensorMode(), recorder:
         x = torch.empty(3, device="cuda")
         x.cpu()
         assert recorder.leaves
         with pytest.raises(Exception, match="item|data-dependent|scalar"):
             x.sum().item()
-    assert recorder.waits == ["aten._local_scalar_dense.default"] or recorder.made
+        recorder.born.clear()
+        stays, gone = x + 1, [torch.arange(4, device="cuda") * 2]
+        gone.clear()
+    assert recorder.waits == ["aten._local_scalar_dense.default"]
+    assert [name for name, _ in recorder.made] == ["aten.empty.memory_format", "aten.arange.default"]
+    assert [one() for one in recorder.born if one() is not None] == [stays]
 
 
 def test_a_layer_is_ten_launches(recorder):

@@ -13,14 +13,14 @@ from rl.clients.bases import Bases, Key
 from rl.clients.parts import merged, share, summed
 from rl.clients.settings import WorkerSettings
 from rl.clients.slices import Asked, Slice, Stream, run_slice
-from rl.clients.versions import SamplerVersion, engine_of, let_in, max_context
+from rl.clients.versions import SamplerVersion, done_with, engine_of, let_in, max_context
 from rl.errors import UserError
 from rl.layers import width
 from rl.learner import Learner, ModelSpec, saving
 from rl.models import LoadedModel
 from rl.ranks import distributed, make_accelerator
 from rl.renderers import note_ends
-from rl.sampler import Decoder, Request, make_base, make_decoder, score, without_cudnn
+from rl.sampler import Decoder, Kept, Request, make_base, make_decoder, score, without_cudnn
 from rl.types import PlacedImage, SampleResponse
 
 
@@ -42,9 +42,11 @@ class Drawing:
         self.versions: dict[int, SamplerVersion] = {}
         self.saved_by: dict[str, int] = {}  # which learner wrote a folder, so that samples from it count as that learner's
         self.streams: dict[int, Stream] = {}  # see rl.clients.slices
+        self.kept = Kept()  # what engines leave to the next
 
     def forget_all(self) -> None:
         """Gives back what models took."""
+        self.kept.release()
 
     @staticmethod
     def together(verb: str, parts: Sequence[Any]) -> Any:
@@ -102,6 +104,7 @@ class Drawing:
         self, version_id: int, path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0
     ) -> dict[str, Any]:
         """A sampler version from saved weights (a folder of `save_weights_for_sampler`, any HF or PEFT folder) or a base model."""
+        self.kept.release()  # for another model's weights
         stands_on: list[Key] = []
 
         def load(base: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
@@ -131,7 +134,7 @@ class Drawing:
         """
         source = self.versions[version_id]
         mine = self._share([len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests])
-        engine = engine_of(source, self.settings.sampler)
+        engine = engine_of(source, self.settings.sampler, kept=self.kept, asked=[requests[i] for i in mine])
         refused: dict[int, ValueError] = {}
         for i in mine:
             try:
@@ -140,6 +143,7 @@ class Drawing:
                 refused[i] = error.with_traceback(None)
         taken = [i for i in mine if i not in refused]
         responses = engine.run()
+        done_with(engine)
         source.note(requests)
         if not self.speaks:
             return {}, {}
@@ -154,7 +158,7 @@ class Drawing:
         if source is None:
             raise UserError("a stream's weights are gone, for its sampling client was released: switch it to another client, or close it")
         if stream is None:
-            stream = self.streams[stream_id] = Stream(engine_of(source, limits, asked.mixed))
+            stream = self.streams[stream_id] = Stream(engine_of(source, limits, asked.mixed, self.kept))
         elif stream.version_id != version_id and not asked.mixed:
             stream.engine.change_weights(source.decoder, source.version)
         stream.version_id, arrived = version_id, [request for _, _, request in asked.arrived]
@@ -162,7 +166,7 @@ class Drawing:
             let_in(stream, self.versions, arrived)
         else:
             source.note(arrived)
-        part = run_slice(stream, asked, distributed.rank() // limits.tp, lambda: engine_of(source, limits))
+        part = run_slice(stream, asked, distributed.rank() // limits.tp, lambda: engine_of(source, limits, kept=self.kept))
         return part if self.speaks else Slice()
 
     def unfinished(self, stream_id: int) -> dict[int, Request]:
@@ -171,7 +175,9 @@ class Drawing:
         return {} if stream is None or not self.speaks else stream.unfinished()
 
     def close_stream(self, stream_id: int) -> None:
-        self.streams.pop(stream_id, None)
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            done_with(stream.engine)
 
     def compute_logprobs(
         self, version_id: int, prompts: Sequence[list[int]], temperature: float = 1.0, images: Sequence[Sequence[PlacedImage]] = ()

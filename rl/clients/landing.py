@@ -141,6 +141,7 @@ class Hangar(Drawing):
         self.landings: dict[int, Landing] = {}
 
     def forget_all(self) -> None:
+        super().forget_all()
         for model_id in list(self.shells):
             self.forget_model(model_id)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from rl.sampler import Engine, Request, SteppedEngine
+from rl.sampler import Engine, PagedEngine, Request, SteppedEngine
 from rl.types import SampledSequence, SampleResponse
 
 
@@ -89,12 +89,15 @@ class Stream:
     def unfinished(self) -> dict[int, Request]:
         return {self.tickets[number]: request for number, request in self.engine.unfinished()}
 
-    def anew(self, engine: Engine) -> None:
+    def anew(self, make_engine: Callable[[], Engine]) -> None:
         """Everything goes on in another engine, which reads what was drawn so far again."""
-        left, self.engine, self.tickets = self.unfinished(), engine, {}
+        left, self.tickets = self.unfinished(), {}
+        if isinstance(self.engine, PagedEngine):
+            self.engine.close()  # before the other is made, which may have its pages
+        self.engine = make_engine()
         self._counted = {}
         for ticket, request in left.items():
-            self.tickets[engine.add(request)] = ticket
+            self.tickets[self.engine.add(request)] = ticket
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Asked:
 def run_slice(stream: Stream, asked: Asked, rank: int, make_engine: Callable[[], Engine]) -> Slice:
     """This rank's part of a slice."""
     if asked.anew:
-        stream.anew(make_engine())
+        stream.anew(make_engine)
     mine = {ticket: request for ticket, to, request in asked.arrived if to == rank}
     for name in asked.left:
         stream.engine.forget(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rl.errors import UserError, remark
 from rl.layers import config_number
 from rl.learner import Learner
 from rl.models import LoadedModel
-from rl.sampler import Decoder, Engine, MixedEngine, Request, RoutedEngine, make_engine, note_experts
+from rl.sampler import Decoder, Engine, Kept, MixedEngine, PagedEngine, Request, RoutedEngine, make_engine, note_experts
 
 
 @dataclass
@@ -38,8 +38,13 @@ def max_context(loaded: LoadedModel) -> int | None:
     return config_number(loaded.model, "max_position_embeddings", "n_positions", "max_target_positions")
 
 
-def engine_of(source: SamplerVersion, limits: SamplerSettings, mixed: bool = False) -> Engine:
-    """An engine of these weights; `mixed`: of all that stand on their base, each to be put into it (`let_in`)."""
+def engine_of(
+    source: SamplerVersion, limits: SamplerSettings, mixed: bool = False, kept: Kept | None = None, asked: Sequence[Request] | None = None
+) -> Engine:
+    """An engine of these weights; `mixed`: of all that stand on their base, each to be put into it (`let_in`).
+
+    `kept`: what an engine before it left; `done_with` it, this one leaves it to the next. `asked`: all that will be asked of it.
+    """
     settings: dict[str, Any] = {
         "eos_token_ids": source.loaded.eos_token_ids,
         "tokenizer": source.loaded.tokenizer,
@@ -58,7 +63,22 @@ def engine_of(source: SamplerVersion, limits: SamplerSettings, mixed: bool = Fal
             raise UserError("router_replay notes experts, which no cache in pages does: leave sampler_cache at auto")
         note_experts(source.decoder)
         return RoutedEngine(source.decoder, **settings)
-    return make_engine(source.decoder, limits.cache, **settings)
+    sizes = None if asked is None else _sizes(source, asked)
+    return make_engine(source.decoder, limits.cache, kept=kept, sizes=sizes, **settings)
+
+
+def _sizes(source: SamplerVersion, asked: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
+    """(prompt, samples, most tokens) of each; without a limit of its own one goes up to the model's, if that has one."""
+    longest = max_context(source.loaded) or 0
+    for request in asked:
+        prompt = len(request.prompt)
+        yield prompt, request.num_samples, max(request.params.max_tokens or longest + 1 - prompt, 1)
+
+
+def done_with(engine: Engine) -> None:
+    """Nothing is asked of it any more."""
+    if isinstance(engine, PagedEngine):
+        engine.close()
 
 
 def let_in(stream: Stream, versions: Mapping[int, SamplerVersion], arrived: Sequence[Request]) -> None:

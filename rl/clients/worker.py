@@ -57,6 +57,7 @@ class Worker(Drawing):
 
     def create_model(self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool) -> dict[str, Any]:
         """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it starts from."""
+        self.kept.release()
         with distributed.all_or_none(self.accelerator.device):  # a folder may be missing on another machine
             held_in = self._held_in(spec)
             check_kind(self.settings.learner.optimizer, self.accelerator.device, sharded=self._deepspeed or asks_for_fsdp())
@@ -85,6 +86,7 @@ class Worker(Drawing):
         return chosen(spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed)
 
     def forget_all(self) -> None:
+        super().forget_all()
         for model_id in list(self.learners):
             self.forget_model(model_id)
 
@@ -115,6 +117,7 @@ class Worker(Drawing):
 
         `drawn_at`: the temperature at which each datum was drawn, where that is known. config's "temperature" overrides it.
         """
+        self.kept.make_room()
         learner = self.learners[model_id]
         loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
         if backward and datums and "advantages" in loss.required:
@@ -134,7 +137,10 @@ class Worker(Drawing):
         return *self.forward_backward(model_id, *call, part=part), self.learners[model_id].parts  # type: ignore[misc]
 
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
-        return self.learners[model_id].step(params)
+        self.kept.make_room()
+        metrics = self.learners[model_id].step(params)
+        self.kept.learned()
+        return metrics
 
     def scale_gradients(self, model_id: int, factor: float) -> None:
         self.learners[model_id].scale_gradients(factor)

@@ -3,7 +3,7 @@
 from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
 from rl.memory.plan import GIB, ROOM, Plan, plan
 from rl.memory.roles import plan_sampler, staged
-from rl.memory.step import micro_batch, sampled_at_once
+from rl.memory.step import micro_batch, pool_pages, sampled_at_once
 from rl.memory.teams import check_team_holds
 from rl.memory.trace import Arithmetic, Skeleton
 from rl.memory.traces import Traces, follow
@@ -25,6 +25,7 @@ __all__ = [
     "micro_batch",
     "plan",
     "plan_sampler",
+    "pool_pages",
     "sampled_at_once",
     "staged",
 ]

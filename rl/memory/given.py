@@ -113,7 +113,10 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank does in a step. `rows` answers of `answer` tokens to `prompts` prompts of `prompt` tokens are sampled at once."""
+    """What a rank does in a step. `rows` answers of `answer` tokens to `prompts` prompts of `prompt` tokens are sampled at once.
+
+    `pages`: of the pool that the sampler takes from the beginning; 0: its cache is not in pages.
+    """
 
     batch: MicroBatch
     samples: bool
@@ -121,3 +124,4 @@ class Work:
     prompt: int = 0
     rows: int = 0
     answer: int = 0
+    pages: int = 0

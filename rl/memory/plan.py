@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rl.memory.given import BF16, FP32, Held, Launch, ModelShape, Work
+from rl.sampler import PAGE
 
 GIB = float(1 << 30)
 ADAM = 8  # two fp32 moments
@@ -159,9 +160,13 @@ def packed_copy(shape: ModelShape, launch: Launch) -> float:
 
 def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
     """Keys and values of every layer: prompts once for their group (the generic decoder: once for every row); of a team's rank its heads'.
+
+    In pages: the whole pool, which is there from the beginning, and the page of nobody.
     """
     layers = shape.layers if shape.caching is None else shape.caching
     per_token = 2 * layers * shape.key_heads * shape.head_width * launch.compute_bytes / launch.team
+    if work.pages:
+        return float(per_token * PAGE * (work.pages + 1))
     tokens = work.prompts * work.prompt + work.rows * (work.answer - 1)
     return per_token * (tokens if shape.fast else tokens + work.rows * work.prompt)
 

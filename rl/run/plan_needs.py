@@ -25,6 +25,7 @@ from rl.memory import (
     micro_batch,
     plan,
     plan_sampler,
+    pool_pages,
     sampled_at_once,
     staged,
 )
@@ -110,11 +111,14 @@ def _needs(
         budget=optim.token_budget, layout=layout, world=launch.world, hidden=shape.hidden,
     )  # fmt: skip
     budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": (samplers or launch).world // team}
-    lengths = {"prompt": prompt, "answer": sampling.max_tokens}
-    drawn = [sampled_at_once(groups=settings.data.eval_limit, group=1, **lengths, **budgets)] if loop.eval_every else []
-    drawn += [sampled_at_once(groups=loop.batch_size, group=group, **lengths, **budgets)] if hooks.online else []
-    prompts, rows = max(drawn, key=lambda pair: pair[1], default=(0, 0))
-    work = Work(batch=batch, samples=bool(drawn), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens)
+    in_pages = _in_pages(sampling, model, shape, launch, team)
+    limits = {"prompt": prompt, "answer": sampling.max_tokens, **budgets}
+    calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
+    calls += [{"groups": loop.batch_size, "group": group}] if hooks.online else []
+    prompts, rows = max((sampled_at_once(**call, **limits, paged=in_pages) for call in calls), key=lambda pair: pair[1], default=(0, 0))
+    streams = bool(getattr(getattr(settings, "flow", None), "continuous", False))
+    pages = max((pool_pages(**call, **limits, streams=streams) for call in calls), default=0) if in_pages else 0
+    work = Work(batch=batch, samples=bool(calls), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens, pages=pages)
     unread = may_stay_unread(model.base_model)
     launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=unread, team=team)
     others, method = _others(stage.method, settings, shape), METHODS[stage.method]
@@ -130,6 +134,12 @@ def _needs(
     one = StageNeeds(f"{stage.name}, ranks that learn", model.base_model, Plan(learns.items, host), replace(work, samples=False), launch)
     draws = plan_sampler(shape, samplers, work, others)
     return [one, StageNeeds(f"{stage.name}, ranks that sample", model.base_model, draws, work, samplers)]
+
+
+def _in_pages(sampling: Any, model: ModelSettings, shape: ModelShape, launch: Launch, team: int) -> bool:
+    """Whether samples come from a cache in pages, as `rl.sampler.make_engine` chooses; on a GPU by a trial, which is taken to succeed."""
+    may = shape.fast and sampling.sampler != "hf" and team == 1 and not model.router_replay
+    return may and (sampling.sampler_cache == "paged" or (sampling.sampler_cache == "auto" and launch.cuda))
 
 
 def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:

@@ -7,15 +7,18 @@ responses = engine.run()
 """
 
 from rl.sampler.attention import without_cudnn
+from rl.sampler.cache_paged import PAGE
 from rl.sampler.choice import make_engine
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import check_supported, held_whole
 from rl.sampler.engine import Engine
 from rl.sampler.engine_paged import PagedEngine
 from rl.sampler.engine_stepped import SteppedEngine
+from rl.sampler.kept import Kept
 from rl.sampler.lengths import length_switch
 from rl.sampler.make import make_base, make_decoder
 from rl.sampler.mixed import MixedDecoder, MixedEngine
+from rl.sampler.pages import pages_at_most, pool_size
 from rl.sampler.precision import frozen_matrices, lower_frozen_
 from rl.sampler.prompt_logprobs import score
 from rl.sampler.requests import Request
@@ -26,8 +29,10 @@ from rl.sampler.weights import Unsupported
 __all__ = [
     "Decoder",
     "Engine",
+    "Kept",
     "MixedDecoder",
     "MixedEngine",
+    "PAGE",
     "PagedEngine",
     "Request",
     "RoutedEngine",
@@ -43,6 +48,8 @@ __all__ = [
     "make_decoder",
     "make_engine",
     "note_experts",
+    "pages_at_most",
+    "pool_size",
     "score",
     "without_cudnn",
 ]

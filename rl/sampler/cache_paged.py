@@ -24,16 +24,13 @@ PAGE = 256  # what torch's varlen attention reads block by block
 
 
 class PagedState(DecodeState):
-    """`kv` [2, pages, S, K, D] for each layer: keys, then values. The pool takes `kv_cache_tokens` positions, whole pages."""
+    """`kv` [2, pages + 1, S, K, D] for each layer: keys, then values (`rl.sampler.kept.Pages`, whose last page is nobody's)."""
 
-    def __init__(self, decoder: FastForward, kv_cache_tokens: int, page: int = PAGE):
+    def __init__(self, decoder: FastForward, kv: list[Tensor]):
         super().__init__()
-        self.decoder, self.page = decoder, page
-        self.tables = Tables(max(kv_cache_tokens // page, 1), page)
-        a = decoder.architecture
-        # One page more than there are: rows that have ended write to it.
-        shape = (2, len(self.tables.pool.held) + 1, page, a.key_heads, a.head_width)
-        self.kv = [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers]
+        self.decoder, self.kv, self.page = decoder, kv, kv[0].shape[2]
+        self.tables = Tables(kv[0].shape[1] - 1, self.page)
+        self._brought: dict[tuple[int, ...], Tensor] = {}
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
         """For one row what it can come to; for more what they take as they enter, since rows wait when pages run out."""
@@ -45,6 +42,12 @@ class PagedState(DecodeState):
 
     def free_pages(self) -> int:
         return self.tables.pool.free
+
+    def bring(self, sequences: Sequence[tuple[int, ...]]) -> None:
+        """What is likely to be read next: tokens to the device, for which nothing is waited. What else was brought is forgotten."""
+        before, self._brought = self._brought, {}
+        for tokens in sequences:
+            self._brought[tokens] = before[tokens] if tokens in before else sent(tokens, self.decoder.device)
 
     def prefill(
         self,
@@ -62,7 +65,8 @@ class PagedState(DecodeState):
         self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None], tables: Sequence[Sequence[int]]
     ) -> Tensor:
         """Sequences through the model, their keys and values to the pages of the tables."""
-        pages = [torch.tensor(table, device=self.decoder.device) for table in tables]
+        every = sent([page for table in tables for page in table], self.decoder.device)
+        pages, there = every.split([len(table) for table in tables]), [self._brought.get(tuple(prompt)) for prompt in prompts]
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
             for place, i in enumerate(batch):
@@ -71,7 +75,7 @@ class PagedState(DecodeState):
                     padded = torch.nn.functional.pad(x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, room - length))
                     self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.page))
 
-        return self.decoder.forward_prompts(prompts, readers, keep)
+        return self.decoder.forward_prompts(prompts, readers, keep, there=there)
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
         for slot in prompt_of_row.tolist():
@@ -166,3 +170,9 @@ class PagedState(DecodeState):
             if i not in kept:
                 self.tables.drop_prompt(prompt)
         self.tables.prompts = [self.tables.prompts[i] for i in source]
+
+
+def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64, on their way to a device: a copy from pinned memory is waited for by what reads it there, not by the host."""
+    here = torch.tensor(numbers, dtype=torch.int64)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine import Engine
 from rl.sampler.engine_stepped import SteppedEngine
+from rl.sampler.kept import Kept
 from rl.sampler.requests import Request
 from rl.types import SamplingParams
 
@@ -19,11 +21,18 @@ CACHES = ("auto", "plain", "paged")
 _LAYERS, _WORDS, _ROWS = 2, 4096, 4  # of a trial
 
 
-def make_engine(decoder: Decoder, cache: str = "auto", **settings: Any) -> Engine:
+def make_engine(
+    decoder: Decoder,
+    cache: str = "auto",
+    kept: Kept | None = None,
+    sizes: Iterable[tuple[int, int, int]] | None = None,
+    **settings: Any,
+) -> Engine:
     """An engine for the decoder. "plain": a rectangle for each batch; "paged": pages, graphs on CUDA, several steps between two looks.
 
     "auto" is plain on a CPU; on CUDA paged, for the fast decoder, where both gave the same samples on this device in a trial of a
     second, which runs once. Where they did not it says so and is plain; so is a decoder that several ranks hold together.
+    `kept`: what an engine over pages before it left, and this one leaves when it is closed; `sizes`: see `PagedEngine`.
     `settings` are `Engine`'s.
     """
     if cache not in CACHES:
@@ -39,10 +48,10 @@ def make_engine(decoder: Decoder, cache: str = "auto", **settings: Any) -> Engin
                 f"the sampler's cache is asked for in pages, and {decoder.team.size} ranks hold the sampler together, whose steps wait for "
                 "each other: leave sampler_cache at auto, or sampler_tp at 1"
             )
-        return SteppedEngine(decoder, **settings)
+        return SteppedEngine(decoder, kept=kept, sizes=sizes, **settings)
     tried = cache == "auto" and isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and decoder.team is None
     if tried and isinstance(decoder, FastDecoder) and _refusal(_Trial(decoder)) is None:
-        return SteppedEngine(decoder, **settings)
+        return SteppedEngine(decoder, kept=kept, sizes=sizes, **settings)
     return Engine(decoder, **settings)
 
 

@@ -7,7 +7,7 @@ alone (`add` refuses what would not), so every request ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine import Engine
 from rl.sampler.jobs import Job, Prompt
+from rl.sampler.kept import Kept
+from rl.sampler.pages import pages_at_most, pool_size
 from rl.sampler.requests import Finished
 from rl.types import SampledSequence
 
@@ -40,13 +42,35 @@ class _Waiting:
 
 
 class PagedEngine(Engine):
-    """As `Engine`, over a pool of `kv_cache_tokens` positions in pages of `page`; for the fast decoder."""
+    """As `Engine`, over a pool of `kv_cache_tokens` positions in pages of `page`; for the fast decoder.
 
-    def __init__(self, decoder: FastDecoder, *args: Any, page: int = PAGE, **settings: Any):
+    `kept`: where the pool comes from, and goes when the engine is closed. `sizes`: of all that will be asked (`pages_at_most`), for which
+    the pool has room, if that is less than the budget. None: whatever comes.
+    """
+
+    def __init__(
+        self,
+        decoder: FastDecoder,
+        *args: Any,
+        page: int = PAGE,
+        kept: Kept | None = None,
+        sizes: Iterable[tuple[int, int, int]] | None = None,
+        **settings: Any,
+    ):
         super().__init__(decoder, *args, **settings)
-        self._state: PagedState = PagedState(decoder, self.kv_cache_tokens, page)
+        self._place = kept or Kept()
+        budget = max(self.kv_cache_tokens // page, 1)
+        need = None if sizes is None else pages_at_most(sizes, page, self.max_rows)
+        self._pages = self._place.take(decoder, pool_size(budget, need), budget, page)
+        self._state: PagedState = PagedState(decoder, self._pages.kv)
         self._parked: list[_Waiting] = []  # oldest first
         self.evictions = 0
+
+    def close(self) -> None:
+        """Nothing is asked of it any more: the next engine may have its pool."""
+        if self._state.kv:
+            self._state.kv = []
+            self._place.back(self._pages)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from rl.sampler.cache import compaction
-from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine_paged import PagedEngine
 from rl.sampler.requests import Finished
 from rl.sampler.step_buffers import StepBuffers
-from rl.sampler.step_graphs import Steps, buckets
+from rl.sampler.step_graphs import Steps
 
 LOOK = 8  # steps between two looks
-_CONDITIONS = 16  # kinds of stops there is room for at first
+_AHEAD = 8192  # tokens that are brought to the device for what comes in next, and a prompt
 
 
 class SteppedEngine(PagedEngine):
@@ -36,7 +35,7 @@ class SteppedEngine(PagedEngine):
         self.look = look
         self.most: int | None = None  # a bound for the next `step`, where it matters to the caller how far it goes
         self._steps: Steps | None = None
-        self._conditions = 0  # of the stop table on the device
+        self._told: tuple[StepBuffers | None, int] = (None, 0)  # which of them know how many rows of the stop table
         self._stayed = np.zeros(0, np.int64)  # which of the rows before the last step looked at are there after it
         self.looks = 0
 
@@ -54,10 +53,6 @@ class SteppedEngine(PagedEngine):
                 finished += self._look_at(token_R[columns], logprob_R[columns])
                 columns = columns[self._stayed]
         return finished
-
-    def change_weights(self, decoder: Decoder, version: int) -> None:
-        super().change_weights(decoder, version)
-        self._steps = None  # graphs read the weights they were captured with
 
     def _look_at(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Finished]:
         """What one step of the device gave the rows that were there: as the end of `Engine.step`."""
@@ -119,26 +114,43 @@ class SteppedEngine(PagedEngine):
         width = max(len(row.pages) for row in state.tables.rows)
         steps.run(bucket, min(width, steps.pages), bool(shared), count)
         self.looks += 1
-        found = (steps.buffers.tokens[:count, :rows], steps.buffers.logprobs[:count, :rows])
-        both = torch.stack([one.double() for one in found]).cpu().numpy()
+        self._state.bring(self._who_is_next())  # while the device works: the wait comes below
+        return self._wait(steps.buffers, count, rows)
+
+    @staticmethod
+    def _wait(b: StepBuffers, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        both = torch.stack([one.double() for one in (b.tokens[:count, :rows], b.logprobs[:count, :rows])]).cpu().numpy()
         return both[0].astype(np.int64), both[1]
 
+    def _who_is_next(self) -> list[tuple[int, ...]]:
+        """What may be read after these steps, since any row may stop in them: of rows that wait, then prompts of who is next in line."""
+        known, found, positions, room = {prompt.key for prompt in self._prompts}, list[tuple[int, ...]](), 0, self.max_rows
+        for one in self._parked:
+            if positions < _AHEAD:
+                found.append(tuple(one.fed))
+                positions += len(one.fed)
+                room -= 1
+        for job in self._waiting:
+            if room < 1 or positions >= _AHEAD:
+                break
+            room -= job.request.num_samples - job.entered
+            if job.key not in known and job.request.conversation is None:
+                known.add(job.key)
+                found.append(job.key[0])
+                positions += len(job.key[0])
+        return found
+
     def _made(self) -> Steps:
+        """Of the weights as they are now: a graph reads those that it was captured with."""
         table, state = self._stops.table, self._state
-        if self._steps is None or len(table) > len(self._steps.buffers.stops):
-            limit = self.kv_cache_tokens if self.max_context is None else min(self.max_context, self.kv_cache_tokens)
-            room = _CONDITIONS
-            while room < len(table):
-                room *= 2
-            rows = buckets(self.max_rows)[-1]
-            pages = state.tables.pages_for(limit) + 1  # a row that has ended stands one position past its last
-            made = StepBuffers.make(rows, pages, self.look, room, self.decoder.vocab_size, self.decoder.device)
-            self._steps = Steps(state.decoder, state.kv, made, self.max_rows)
-            self._conditions = 0
-        if len(table) > self._conditions:
-            self._say(self._steps.buffers.stops[: len(table)], table)
-            self._conditions = len(table)
-        return self._steps
+        limit = self.kv_cache_tokens if self.max_context is None else min(self.max_context, self.kv_cache_tokens)
+        pages = state.tables.pages_for(limit) + 1  # a row that has ended stands one position past its last
+        steps = self._steps = self._pages.steps(state.decoder, self.max_rows, pages, self.look, len(table))
+        buffers, told = self._told
+        if buffers is not steps.buffers or told < len(table):
+            self._say(steps.buffers.stops[: len(table)], table)
+            self._told = (steps.buffers, len(table))
+        return steps
 
     def _say_rows(
         self, b: StepBuffers, bucket: int, left: np.ndarray, written: np.ndarray, shared: list[tuple[list[int], list[int]]], size: int

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from rl.sampler import cpu_kernels, packed
 from rl.sampler.cache import LogitsReader
@@ -168,15 +169,21 @@ class FastForward:
         readers: Sequence[LogitsReader | None],
         keep: KeepPrompt | None,
         numbers: Sequence[int] = (),
+        there: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """Read prompts, padded on the right where their lengths differ (what comes later is not seen). Last logits [P, V].
 
         `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store. `numbers`: of each prompt's adapter (`whose`).
+        `there`: the tokens of those that are on the device already.
         """
         logits_PV = torch.empty(len(prompts), self.vocab_size, dtype=torch.float32, device=self.device)
         for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
-            ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
+            came = [there[i] for i in batch] if there else []
+            if came and all(one is not None for one in came):
+                ids = pad_sequence([one for one in came if one is not None], batch_first=True)
+            else:
+                ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
             rope = self.rope(torch.arange(longest, device=self.device), longest)
             whose = self.whose([numbers[i] for i in batch]) if numbers else None
             hidden = self.forward(ids, rope, self._prompt_attention(batch, keep), whose)

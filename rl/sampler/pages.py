@@ -7,8 +7,28 @@ holds its pages itself. So every page but one a row is full, whatever lengths th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+
+def pages_at_most(asked: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
+    """Pages of `size` positions that requests can come to hold at once, of at most `max_rows` rows.
+
+    asked: (length of the prompt, samples, most tokens of each). A prompt's full pages are held once for its rows, each of which has the
+    page that the prompt ends in and what follows for itself; a prompt may wait for its other samples beside them.
+    """
+    every = [(prompt // size, count, -(-(prompt + most - 1) // size) - prompt // size, -(-prompt // size)) for prompt, count, most in asked]
+    if not every:
+        return 1
+    whole = sum(shared + count * own for shared, count, own, _ in every)
+    shared, _, own, waits = (max(column) for column in zip(*every, strict=True))
+    return max(min(whole, min(len(every), max_rows) * shared + max_rows * own) + waits, 1)
+
+
+def pool_size(budget: int, need: int | None) -> int:
+    """Pages of a pool: the budget, or what is needed and up to an eighth more, so that calls that need about as much have one size."""
+    step = 1 << max(((need or 1) - 1).bit_length() - 4, 0)
+    return budget if need is None else min(budget, -(-need // step) * step)
 
 
 class OutOfPages(Exception):

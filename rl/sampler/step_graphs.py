@@ -1,12 +1,13 @@
 """Steps over static buffers, several between two looks of the host: on CUDA as graphs, one for each bucket of rows.
 
-A graph knows addresses: weights that are loaded in place (`Decoder.load_`) are those of its next replay; another decoder's are not, and
-the graphs are captured anew. Adapters are captured as they stand, unmerged.
+A graph knows addresses: weights that are loaded in place (`Decoder.load_`) are those of its next replay; another decoder has graphs of
+its own. Adapters are captured as they stand, unmerged. What outlives an engine: kept.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,23 +30,39 @@ def buckets(most: int) -> list[int]:
     return [rows for i, rows in enumerate(found) if i == 0 or found[i - 1] < most]
 
 
+class Graph(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None: ...
+
+
 class Steps:
-    """Runs steps of `model` over `buffers` and the pages `kv`. `pages`: the most that a table has."""
+    """Runs steps of `model` over `buffers` and the pages `kv`. `pages`: the most that a table has. The model is not held."""
 
     def __init__(self, model: FastForward, kv: list[Tensor], buffers: StepBuffers, most: int):
-        self.model, self.kv, self.buffers = model, kv, buffers
+        self._model, self.kv, self.buffers = ref(model), kv, buffers
         self.buckets = buckets(most)
         self.pages = buffers.table.shape[1]
         self.rope = model.rope_table(self.pages * kv[0].shape[2])
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pool: Any = None
+
+    @property
+    def model(self) -> FastForward:
+        model = self._model()
+        assert model is not None, "the engine whose steps these are holds the decoder"
+        return model
+
+    @property
+    def captures(self) -> bool:
+        return self.buffers.token.is_cuda
 
     def bucket(self, rows: int) -> int:
         return next(size for size in self.buckets if size >= rows)
 
     def run(self, rows: int, width: int, shared: bool, count: int) -> None:
         """`count` steps of the first `rows` rows, a bucket; nothing waits. `width`: the pages of the longest table now."""
-        graph = self._captured(rows, shared and rows > 1) if self.buffers.token.is_cuda else None
+        graph = self._captured(rows, shared and rows > 1) if self.captures else None
         self.buffers.at.zero_()
         for _ in range(count):
             if graph is None:
@@ -53,25 +70,32 @@ class Steps:
             else:
                 graph.replay()
 
-    def _captured(self, rows: int, shared: bool) -> torch.cuda.CUDAGraph:
-        """Captured as they are asked for. A batch shrinks, so the largest comes first, and the others find their memory in its pool."""
-        if (rows, shared) in self._graphs:
-            return self._graphs[rows, shared]
+    def _captured(self, rows: int, shared: bool) -> Graph:
+        """That bucket's graph. A batch shrinks, so with it come all smaller ones that are not there yet: the largest first, so that the
+        others find their memory in its pool.
+        """
+        if (rows, shared) not in self._graphs:
+            kept = {name: getattr(self.buffers, name).clone() for name in _WRITTEN}
+            for size in reversed([size for size in self.buckets if size <= rows]):
+                if (size, shared) not in self._graphs and (size > 1 or not shared):
+                    self._graphs[size, shared] = self._capture(size, shared)
+            for name, before in kept.items():
+                getattr(self.buffers, name).copy_(before)
+        return self._graphs[rows, shared]
+
+    def _capture(self, rows: int, shared: bool) -> Graph:
+        """A graph of one step; it writes to the buffers, and to the page of nobody."""
         b, given = self.buffers, (self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared)
         with torch.cuda.device(b.token.device):
-            kept = {name: getattr(b, name).clone() for name in _WRITTEN}
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels and makes workspaces, which a capture may not
-                b.left.zero_()  # what runs here writes to the page of nobody
+                b.left.zero_()
                 b.at.zero_()
                 run_step(*given)
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 run_step(*given)
-            for name, before in kept.items():
-                getattr(b, name).copy_(before)
         self._pool = self._pool or graph.pool()
-        self._graphs[rows, shared] = graph
         return graph

@@ -98,7 +98,7 @@ def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
 def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
     """`draw` of float32 logits on any device."""
     if settings.temperature_N is not None:
-        scaled_NV = scaled_NV / settings.temperature_N[:, None]
+        scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)  # not indexed: that asks a device even of fake tensors
     whole_NV = scaled_NV
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
         cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p)
@@ -107,7 +107,7 @@ def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -
     token_N, sum_N = inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
     if settings.greedy_N is not None:
         token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
-    shifted_N1 = scaled_NV.gather(1, token_N[:, None]) - largest_N1
+    shifted_N1 = scaled_NV.gather(1, token_N.unsqueeze(1)) - largest_N1
     logprob_N = shifted_N1.squeeze(1) - sum_N.log().float()
     if (rows := settings.untruncated_logprobs) is not None:
         shifted_RV = whole_NV[rows] - largest_N1[rows]  # the cuts leave the largest
@@ -140,17 +140,18 @@ def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     vocab = weight_NV.shape[-1]
     if vocab <= _BLOCK:
         cumulative_NV = weight_NV.cumsum(-1, dtype=torch.float64)
-        return _first_above(cumulative_NV, uniform_N * cumulative_NV[:, -1]), cumulative_NV[:, -1]
+        total_N = cumulative_NV.select(1, -1)
+        return _first_above(cumulative_NV, uniform_N * total_N), total_N
     blocks = -(-vocab // _BLOCK)
     weight_NBb = torch.nn.functional.pad(weight_NV, (0, blocks * _BLOCK - vocab)).view(-1, blocks, _BLOCK)
     cumulative_NB = weight_NBb.sum(-1, dtype=torch.float64).cumsum(-1)
-    target_N = uniform_N * cumulative_NB[:, -1]
+    total_N = cumulative_NB.select(1, -1)
+    target_N = uniform_N * total_N
     block_N = _first_above(cumulative_NB, target_N)
-    rows_N = torch.arange(len(block_N), device=block_N.device)
-    before_N = torch.where(block_N > 0, cumulative_NB[rows_N, (block_N - 1).clamp_min(0)], 0.0)
-    inside_Nb = weight_NBb[rows_N, block_N].cumsum(-1, dtype=torch.float64)
+    before_N = cumulative_NB.gather(1, (block_N - 1).clamp_min(0).unsqueeze(1)).squeeze(1).masked_fill(block_N < 1, 0.0)
+    inside_Nb = weight_NBb.gather(1, block_N.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
     token_N = block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N)
-    return token_N.clamp_max(vocab - 1), cumulative_NB[:, -1]
+    return token_N.clamp_max(vocab - 1), total_N
 
 
 def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
     Rounding may bring a target up to the total, above which nothing is; it is kept one unit below. Sums that are NaN give some
     index within bounds, and their logprob tells (see `Engine`).
     """
-    total_N = cumulative_NX[:, -1]
+    total_N = cumulative_NX.select(1, -1)
     below_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    index_N = torch.searchsorted(cumulative_NX, below_N[:, None], right=True).squeeze(1)
+    index_N = torch.searchsorted(cumulative_NX, below_N.unsqueeze(1), right=True).squeeze(1)
     return index_N.clamp_max(cumulative_NX.shape[-1] - 1)

@@ -1,0 +1,173 @@
+"""bench/kernels.py keeps what it has measured, whatever one of the implementations does; nothing it shows is flattered."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import kernel_harness, kernels
+from bench.kernel_harness import Step, Timing
+from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider
+from bench.shapes import TINY
+
+TOKENS = 8
+SMALL = replace(TINY, D=8, V=32)
+
+
+class OutOfResources(Exception):
+    """As Triton's, which is none of Python's usual ones."""
+
+
+def plain(p: Problem) -> torch.Tensor:
+    return torch.nn.functional.linear(p.x, p.w).log_softmax(-1).gather(-1, p.y[:, None])[:, 0]
+
+
+def failing(error: Exception, calls: int = 0):
+    """Runs so often, then raises."""
+    left = [calls]
+
+    def logprobs(p: Problem) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise type(error)(*error.args)  # a new one: an error that is kept holds the frames it went through
+        return plain(p)
+
+    return logprobs
+
+
+def providers(*given) -> tuple[Provider, ...]:
+    return tuple(Provider(f"p{i}", "logits", 6, logprobs) for i, logprobs in enumerate(given))
+
+
+ERRORS = [OutOfResources("shared memory 232448 > 101376"), AttributeError("no such kernel"), torch.OutOfMemoryError("of 80 GiB"),
+          CannotRun("not installed"), AssertionError()]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_what_one_provider_raises_costs_no_other_a_row(monkeypatch, capsys, error, calls):
+    """At its first call, after the errors were computed, in the midst of being timed."""
+    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, failing(error, calls), plain))
+    rows = list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2"], 2))
+    for name in ("p0", "p2"):
+        assert [row["phase"] for row in rows if row["provider"] == name] == ["forward", "backward", "both"]
+    assert "p1: left out" in capsys.readouterr().out
+
+
+def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
+    """A limit of time kills the process: what was measured until then is in the file."""
+    path, seen = tmp_path / "table.csv", []
+
+    def looks(p: Problem) -> torch.Tensor:
+        seen.append(len(list(csv.DictReader(path.open()))))
+        if len(seen) > 4:
+            raise KeyboardInterrupt
+        return plain(p)
+
+    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, looks))
+    words = ["kernels.py", "--device", "cpu", "--models", SMALL.model, "--tokens", str(TOKENS), "--repeats", "2", "--csv", str(path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--providers", "p0", "p1"])
+    given = (SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 2)
+    monkeypatch.setattr(kernels, "every_row", lambda *asked: kernels.bench_head(*given))
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main()
+    assert seen[0] == 3 and [row["provider"] for row in csv.DictReader(path.open())][:3] == ["p0"] * 3
+
+
+def test_one_problem_is_alive_at_a_time(monkeypatch):
+    """Eleven with their gradients took 24 GB of a large head's GPU, and what fitted in a trial did not when it was timed."""
+    made, before = [], []
+    make = Problem.make
+
+    def counted(*given):
+        gc.collect()
+        before.append(sum(one() is not None for one in made))
+        problem = make(*given)
+        made.append(weakref.ref(problem.w))
+        return problem
+
+    monkeypatch.setattr(Problem, "make", staticmethod(counted))
+    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, failing(OutOfResources(), 2), plain, plain))
+    list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2", "p3"], 2))
+    assert before == [0, 0, 0, 0]
+
+
+def test_each_provider_begins_with_nothing_compiled(monkeypatch):
+    """After eight shapes torch.compile runs a function as it is: the ninth was timed eager under its name."""
+    resets = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(resets)))
+    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, plain))
+    for _ in range(2):
+        list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 1))
+    assert len(resets) == 4
+
+
+def test_the_floor_of_those_that_recompute_counts_their_products():
+    """Both make the logits twice where a loss for each token is asked for: 2 products forward, 6 backward."""
+    products = {provider.name: provider.products for provider in PROVIDERS}
+    assert products["liger_triton"] == products["torch_linear_cross_entropy"] == products["ours"] == 8
+    assert products["torch"] == products["ours_saved"] == 6 and products["ours_frozen"] == 4
+
+
+def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
+    """They are let go before memory is read; else the next call frees them inside, and as many bytes of its peak are not seen."""
+    held, peak, order = [0], [0], []
+
+    class Cuda:
+        empty_cache = synchronize = staticmethod(lambda: None)
+        memory_allocated = staticmethod(lambda: held[0])
+
+        @staticmethod
+        def reset_peak_memory_stats():
+            peak[0] = held[0]
+
+        @staticmethod
+        def max_memory_allocated():
+            return peak[0]
+
+    def clear():
+        held[0] = 0
+        order.append("clear")
+
+    def run(_):
+        held[0] = 0  # as `grad = None` inside a step, with what the last one left still there before
+        held[0] += 100
+        peak[0] = max(peak[0], held[0])
+        order.append("run")
+
+    real_empty = torch.empty
+    monkeypatch.setattr(kernel_harness.torch, "cuda", Cuda)
+    monkeypatch.setattr(kernel_harness.torch, "empty", lambda *size, device=None, **how: real_empty(1))
+    monkeypatch.setattr(kernel_harness, "once", lambda step, device, flush: 1.0)
+    found = kernel_harness.measure({"both": Step(run, clear=clear)}, "cuda", 1)
+    assert found["both"] == Timing(1.0, 1.0, 1.0, 100) and order == ["run", "clear", "run"]
+
+
+@pytest.mark.parametrize(("which", "column"), [("logp", 0), ("x", 1), ("w", 2)])
+def test_errors_are_of_logprobs_and_of_both_gradients(which, column):
+    """One number of each is wrong by a hundredth: its column says so, the others stay at rounding."""
+    p = Problem.make(SMALL, TOKENS, "cpu", torch.float32)
+    logp = plain(p)
+    logp.backward(p.upstream)
+    right = kernels.errors_of(logp.detach(), p)
+    assert max(right) < 1e-5
+    given = logp.detach().clone()
+    with torch.no_grad():
+        {"logp": given, "x": p.x.grad[0], "w": p.w.grad[0]}[which][0] += 0.01
+    wrong = kernels.errors_of(given, p)
+    assert wrong[column] > 1e-3 and all(wrong[i] == right[i] for i in range(3) if i != column)
+
+
+def test_the_peers_and_the_sampler_can_be_timed_on_a_gpu():
+    """What Liger's Hopper kernel needs is named; the sampler's bench knows a device."""
+    root = Path(kernels.__file__).resolve().parent.parent
+    wanted = (root / "requirements-bench-gpu.txt").read_text()
+    assert all(name in wanted for name in ("cut-cross-entropy", "nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    assert '"--device"' in (root / "bench" / "sampler.py").read_text()

@@ -1,0 +1,291 @@
+"""What one engine over pages leaves to the next: pages, buffers and graphs, which are captured once and not once a call.
+
+A graph is played here: it remembers the very tensors it was captured with, as a real one remembers addresses.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from helpers import ADAM, random_datums
+from sampler_models import add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
+
+from rl.clients.settings import SamplerSettings, WorkerSettings
+from rl.clients.slices import Asked
+from rl.clients.worker import Worker
+from rl.learner import ModelSpec
+from rl.sampler import Engine, Kept, Request, SteppedEngine, kept, make_decoder
+from rl.sampler.step_buffers import run_step
+from rl.sampler.step_graphs import Steps
+from rl.types import SamplingParams
+
+LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Played:
+    """A step over the tensors that were there when it was captured."""
+
+    def __init__(self, steps: Steps, rows: int, shared: bool):
+        self.given = (steps.model, steps.kv, steps.rope, steps.buffers, rows, steps.pages, shared)
+
+    def replay(self) -> None:
+        run_step(*self.given)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """(decoder, rows, shared) of every capture, in order."""
+    found = []
+
+    def capture(steps, rows, shared):
+        found.append((id(steps.model), rows, shared))
+        steps.buffers.left.zero_()  # a capture runs steps of its own
+        steps.buffers.at.fill_(3)
+        return Played(steps, rows, shared)
+
+    monkeypatch.setattr(Steps, "captures", True)
+    monkeypatch.setattr(Steps, "_capture", capture)
+    return found
+
+
+def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Request]:
+    """Groups and single rows that end one after the other, so that a batch goes down through the buckets."""
+    prompts = random_prompts([9, 6, 13][: len(groups)])
+    return [
+        Request(prompt=prompt, num_samples=n, problem=i, seed=seed, params=SamplingParams(max_tokens=8 + 9 * i, stop=[5]))
+        for i, (prompt, n) in enumerate(zip(prompts, groups, strict=True))
+    ]
+
+
+def drawn(engine, asked) -> list[tuple[list[int], list[float]]]:
+    for request in asked:
+        engine.add(request)
+    return [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
+
+
+def same(found, expected):
+    for mine, plain in zip(found, expected, strict=True):
+        assert mine[0] == plain[0]
+        np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama with adapters"])
+def test_three_calls_with_new_weights_between_capture_once(captured, kind):
+    """The weights go into the buffers in place; each call's tokens are those of an engine made for these weights alone."""
+    name, _, more = kind.partition(" with ")
+    model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
+    decoder, between, pages, seen = make_decoder(model, kind="fast"), Kept(), set(), []
+    for call in range(3):
+        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+        found = drawn(engine, requests(call))
+        pages.add(engine._state.kv[0].data_ptr())
+        engine.close()
+        same(found, drawn(Engine(make_decoder(model, kind="fast")), requests(call)))
+        seen.append([tokens for tokens, _ in found])
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.mul_(1.2).add_(0.01)
+        decoder.load_((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    assert len(captured) == len(set(captured)) and len(pages) == 1 and seen[0] != seen[1] != seen[2]
+    assert {(rows, shared) for _, rows, shared in captured} >= {(8, True), (4, True), (2, True)}
+
+
+def test_a_batchs_graphs_are_captured_the_largest_first(captured):
+    """All that it will shrink through at once, so that the smaller ones find their memory in the largest one's pool."""
+    engine = SteppedEngine(make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16)
+    drawn(engine, requests(groups=(5,)))
+    assert [(rows, shared) for _, rows, shared in captured][:3] == [(8, True), (4, True), (2, True)]
+    before = len(captured)
+    drawn(engine, requests(groups=(5, 5)))
+    assert [(rows, shared) for _, rows, shared in captured][before] == (16, True)
+
+
+def test_engines_that_leave_nothing_capture_anew(captured):
+    """Planted: without a place between the calls each of them captures all of its graphs."""
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    for _ in range(2):
+        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
+        drawn(engine, requests())
+        engine.close()
+    assert len(captured) == 2 * len(set(captured))
+
+
+def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
+    """Two versions that are drawn from in turn, and one stream that goes from one to the other and back."""
+    first = make_decoder(tiny_model("qwen3"), kind="fast")
+    second, between = first.fork(), Kept()
+    second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.pieces)
+    expected = [drawn(Engine(decoder), requests()) for decoder in (first, second)]
+    for turn in (0, 1, 0, 1):
+        engine = SteppedEngine((first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+        same(drawn(engine, requests()), expected[turn])
+        engine.close()
+    engine = SteppedEngine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+    for turn in (0, 1, 0):
+        engine.change_weights((first, second)[turn], turn)
+        same(drawn(engine, requests()), expected[turn])
+    assert len(captured) == len(set(captured)) and {which for which, *_ in captured} == {id(first), id(second)}
+
+
+def test_stops_of_another_engine_are_not_the_next_ones():
+    """The table of stops lies in the buffers that both use; one of more kinds than there is room for needs others."""
+    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), Kept()
+    for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
+        asked = [
+            Request(prompt=[4, 9, 2], num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=stop))
+            for i, stop in enumerate(stops)
+        ]
+        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
+        same(drawn(engine, asked), drawn(Engine(decoder), asked))
+        engine.close()
+
+
+def test_what_a_decoder_captured_goes_with_it():
+    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), Kept()
+    other = decoder.fork()
+    for one in (decoder, other):
+        engine = SteppedEngine(one, page=4, kv_cache_tokens=400, kept=between)
+        drawn(engine, requests())
+        engine.close()
+    gone = weakref.ref(other)
+    del one, other, engine
+    gc.collect()
+    assert gone() is None and len(between._idle._steps) == 1
+
+
+def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeypatch):
+    decoder, between, alive = make_decoder(tiny_model("qwen3"), kind="fast"), Kept(), []
+    make = kept.Pages.__init__
+
+    def counted(self, *given):
+        gc.collect()
+        alive.append(sum(one() is not None for one in pools))
+        pools.append(weakref.ref(self))
+        make(self, *given)
+
+    pools = []
+    monkeypatch.setattr(kept.Pages, "__init__", counted)
+    for tokens in (400, 400, 800, 400):
+        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
+        drawn(engine, requests())
+        engine.close()
+        engine.close()  # twice is once
+        del engine
+    assert alive == [0, 0, 0]
+    with_one, two = (SteppedEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2))
+    assert with_one._state.kv[0] is not two._state.kv[0]
+    with_one.close()
+    with pytest.raises(IndexError):
+        drawn(with_one, requests())  # its pages may be another's by now
+
+
+def test_a_learner_gets_the_memory_until_it_has_left_room():
+    """`room` is asked for what lies there beyond the most that was ever taken: nothing once it lay there through an update."""
+    decoder, asked, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
+
+    def room(device, size):
+        asked.append(size)
+        return answer
+
+    between = Kept(room)
+
+    def sample():
+        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=400, kept=between)
+        size = engine._pages.bytes
+        engine.close()
+        return size
+
+    size = sample()
+    between.make_room()
+    assert between._idle is None and not asked  # what learning takes is not known yet
+    between.learned()
+    sample()
+    for _ in range(2):
+        between.make_room()
+    assert between._idle is not None and asked == [size, 0]
+    answer = False
+    between.make_room()
+    assert between._idle is None and asked[2:] == [0]
+    assert not kept.leaves_room(torch.device("cpu"), 0)
+
+
+def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
+    """Free 30 of 80, this process holds 40, others 10: 70 are its own, 85% of them may be taken."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 35)
+    assert kept.leaves_room(torch.device("cuda"), 24) and not kept.leaves_room(torch.device("cuda"), 25)
+
+
+def sums(seed: int = 0) -> list[Request]:
+    """As `requests`, of words and lengths that the smallest model knows."""
+    return [
+        Request(prompt=[3 + i, 4, 12], num_samples=n, problem=i, seed=seed, params=SamplingParams(max_tokens=4 + 2 * i, stop=[5]))
+        for i, n in enumerate((4, 1, 3))
+    ]
+
+
+@pytest.fixture
+def worker():
+    made = Worker(WorkerSettings(sampler=SamplerSettings(cache="paged", kv_cache_tokens=1024, max_rows=16)))
+    made.create_model(0, ModelSpec("tiny:addition", seed=1), None, False)
+    yield made
+    made.forget_all()
+
+
+def learn(worker):
+    worker.forward_backward(0, random_datums(4), "cross_entropy", {}, 4.0, True)
+    worker.optim_step(0, ADAM)
+
+
+def test_a_rank_keeps_them_over_its_verbs(captured, worker):
+    """Sample, update, hand over, three times: with room for both the second and third time capture nothing."""
+    worker.kept._room = lambda device, size: True
+    counts, tokens = [], []
+    for version in range(4):
+        worker.snapshot(0, version)
+        responses, _ = worker.sample(version, sums(version))
+        tokens.append([s.tokens for i in sorted(responses) for s in responses[i].sequences])
+        plain = drawn(Engine(worker.versions[version].decoder, worker.versions[version].loaded.eos_token_ids), sums(version))
+        assert tokens[-1] == [one for one, _ in plain]
+        counts.append(len(captured))
+        learn(worker)
+        worker.forget_version(version)
+    assert counts[0] > 0 and counts[1] == 2 * counts[0]  # the first update is made with nothing lying there
+    assert counts[3] == counts[2] == counts[1]
+
+
+def test_on_a_host_a_learner_finds_what_it_found_before(worker):
+    worker.snapshot(0, 0)
+    worker.sample(0, sums())
+    assert worker.kept._idle is not None
+    learn(worker)
+    assert worker.kept._idle is None
+    worker.sample(0, sums())
+    worker.forget_all()
+    assert worker.kept._idle is None
+
+
+def test_a_call_that_failed_leaves_nothing(worker):
+    """What lies in its pages may be no numbers, and they would be another's padding."""
+    worker.snapshot(0, 0)
+    name = next(name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight"))
+    worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="diverged"):
+        worker.sample(0, sums())
+    assert worker.kept._idle is None
+
+
+def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
+    worker.snapshot(0, 0)
+    asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
+    worker.sample_slice(7, 0, Asked(steps=3, arrived=asked))
+    pages = worker.streams[7].engine._pages
+    done = worker.sample_slice(7, 0, Asked(steps=1000, anew=True))
+    assert worker.streams[7].engine._pages is pages and sorted(done.finished) == [0, 1, 2]
+    worker.close_stream(7)
+    assert worker.kept._idle is pages
