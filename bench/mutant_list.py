@@ -336,6 +336,6 @@ MUTANTS = [
       "reward_kinds"),
     M("rl/report/episode_page.py", "<pre>{escape(text)}</pre></div>", "<pre>{text}</pre></div>", "what others said is text", "episode_page"),
     M("rl/environments/wrappers/textarena.py", 'vars(module)["random"] = _own_random', "pass", "a game is a function of its seed", "wrappers"),
-    M("rl/environments/wrappers/tinker.py", "envs = [env.env for env in self._envs if not env.failed]",
+    M("rl/environments/wrappers/tinker.py", "envs = [env.env for env in self._envs if env.counts]",
       "envs = [env.env for env in self._envs]", "group rewards of those that did not fail", "wrappers"),
 ]  # fmt: skip
