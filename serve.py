@@ -26,7 +26,7 @@ parser.add_argument("--renderer", help="how chat is turned into tokens (default:
 limits = parser.add_argument_group("limits")
 limits.add_argument("--body-bytes", type=int, help="of one request (default 256 MiB)")
 limits.add_argument("--open-requests", type=int, help="answered at once (default 2048)")
-limits.add_argument("--queued", type=int, help="requests that wait (default 4096)")
+limits.add_argument("--queued", type=int, help="requests that wait (default 4096); each of several tenants: half of what the others leave")
 limits.add_argument("--tokens", type=int, help="of one request (default 4000000)")
 limits.add_argument("--sessions", type=int, help="alive at once (default 256)")
 limits.add_argument("--models", type=int, help="training clients, in memory or written out (default 64)")

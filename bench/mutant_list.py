@@ -338,4 +338,20 @@ MUTANTS = [
     M("rl/environments/wrappers/textarena.py", 'vars(module)["random"] = _own_random', "pass", "a game is a function of its seed", "wrappers"),
     M("rl/environments/wrappers/tinker.py", "envs = [env.env for env in self._envs if env.counts]",
       "envs = [env.env for env in self._envs]", "group rewards of those that did not fail", "wrappers"),
-]  # fmt: skip
+    # ---------------------------------------------------------------------------- several at once on one server: turns, places, ends
+    M("rl/serve/turns.py", "if held + early + more > part and (beside or self.others(tenant)):", "if held < 0:",
+      "a tenant's part of the queue", "serve_turns"),
+    M("rl/serve/turns.py", "all_wait + early + more > self.limit", "all_wait + more > self.limit", "numbers that came early count", "serve_turns"),
+    M("rl/serve/desk.py", "            self._let_in(self.turns.samples())\n",
+      "            self._let_in(self.turns.samples() if job is None or len(self.turns) % 2 else [])\n",
+      "a sample waits for one slice", "serve_turns"),
+    M("rl/serve/desk.py", "            stream.drop(ticket)\n", "", "what was cancelled leaves its batch", "serve_gone"),
+    M("rl/serve/desk.py", "        if most > limit:\n", "        if most > limit * 1000:\n", "--tokens on every route", "serve_limits"),
+    M("rl/serve/completions.py", "            one.cancel()\n", "            pass\n", "prompts beside one that failed", "serve_gone"),
+    M("rl/serve/promises.py", "            promise.told = promise.told or now\n", "            promise.told = now\n", "answers are forgotten",
+      "serve_gone"),
+    M("rl/serve/tinker.py", ' if name != "sampling_session_seq_id"}', "}", "a sampler that is asked for again", "serve"),
+    M("rl/serve/convert.py", "        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)",
+      "        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs[1:])", "top-k of a prompt in protobuf", "serve_forms"),
+    M("rl/serve/convert.py", "return {\"data\": data.data,", "return {\"data\": data.data[::-1],", "tensors in JSON", "serve_forms"),
+]

@@ -128,6 +128,9 @@ def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
     assert skipped["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}
     assert "something else" in wires.post("optim_step", 400, model_id=model, seq_id=2, adam_params={"learning_rate": 0.5})["detail"]
     sampler = wires.sampler(model, 4)
+    tries = [wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=7 + i) for i in range(2)]
+    made = [wires.wait(one)["sampling_session_id"] for one in tries]  # the SDK numbers its sampling sessions anew for each try
+    assert made[0] == made[1] == f"{wires.session}:sample:7"
     first, again = wires.ask_sample(sampler, 0, [4, 5]), wires.ask_sample(sampler, 0, [4, 5])
     assert first == again and wires.wait(first, "SampleResponse") == wires.wait(again, "SampleResponse")
 

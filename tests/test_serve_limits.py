@@ -75,6 +75,11 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         assert full.status_code == 429 and "--models" in full.text
         refused = wires.wait(wires.ask(model, 1, texts(12)))
         assert refused["category"] == "user" and "takes 40: send less" in refused["error"]
+        for path, prompt in (("completions", {"prompt": [4, 5]}), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})):
+            for most, status in (({"n": 2, "max_tokens": 4}, 200), ({"n": 2, "max_tokens": 60}, 400), ({"n": 4}, 400)):
+                answer = wires.http.post(f"/v1/{path}", json={**prompt, **most})
+                assert answer.status_code == status, (path, most, answer.text)
+                assert status == 200 or "40 are the most of one request" in answer.json()["error"]["message"]
         one.app.open = 3
         assert wires.http.get("/api/v1/sessions").status_code == 503
         one.app.open = 0

@@ -13,9 +13,10 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from rl.serve.answers import JsonAnswer
 from rl.serve.desk import Desk
 from rl.serve.refusals import Refused, told
 from rl.serve.settings import LOCAL, owner_of
@@ -34,7 +35,7 @@ def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
 
     async def health(request: Request) -> Response:
         status = "ending" if desk.ending else "ok"
-        return JSONResponse({"status": status}, status_code=503 if desk.ending else 200)
+        return JsonAnswer({"status": status}, status_code=503 if desk.ending else 200)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(desk.tally.page(), media_type="text/plain; version=0.0.4")
@@ -45,12 +46,12 @@ def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
     return Guard(app, desk)
 
 
-def refusal(status: int, message: str, retry_after: float | None = None) -> JSONResponse:
+def refusal(status: int, message: str, retry_after: float | None = None) -> JsonAnswer:
     """An error in a form that both protocols' clients show."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"detail": message, "error": {"message": message, "type": kind, "code": status}}
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JsonAnswer(body, status_code=status, headers=headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

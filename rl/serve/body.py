@@ -12,6 +12,17 @@ from rl.serve.refusals import Refused
 T = TypeVar("T")
 
 
+def json_of(raw: bytes) -> Any:
+    """What the bytes say. ValueError for what is no JSON, and for half of a surrogate pair, which no text holds and nothing can write."""
+    found = json.loads(raw)
+    if rb"\u" in raw:  # only so can one be written
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair stands in it") from None
+    return found
+
+
 class Body:
     """The object that a request brings."""
 
@@ -22,7 +33,7 @@ class Body:
     async def of(cls, request: Request) -> Body:
         raw = await request.body()
         try:
-            fields = json.loads(raw) if raw else {}
+            fields = json_of(raw) if raw else {}
         except (ValueError, RecursionError):
             raise Refused(400, "the body is no JSON") from None
         if not isinstance(fields, dict):

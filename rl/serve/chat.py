@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rl.errors import APIStatusError
 from rl.renderers import StopsAt, opens_thoughts, shown
-from rl.serve.chat_fields import Refused, own_texts
+from rl.serve.answers import JsonAnswer
+from rl.serve.body import json_of
+from rl.serve.chat_fields import Refused, naming_words, own_texts
 from rl.serve.chat_reply import choice, head_of, parsed, reply
 from rl.serve.chat_request import read_chat, read_messages
 from rl.serve.chat_stream import ChatWriter, Live, Writer
@@ -71,7 +73,7 @@ class Serving:
                         session.lost(key)  # it is drawn all the same, for a request that comes again
                     work.cancel()
                     return Response(status_code=499)
-            return JSONResponse(work.result()[0])
+            return JsonAnswer(work.result()[0])
         except Exception as error:  # boundary: every failure is an answer, and none is a traceback
             return answer_of(as_refused(error))
 
@@ -87,14 +89,14 @@ def path_and(raw: bytes, request: Request) -> bytes:
 
 def read_json(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        return json_of(raw)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is no JSON ({str(error)[:200]})") from error
 
 
 def answer_of(refused: Refused) -> Response:
     headers = {} if refused.retry_after is None else {"retry-after": f"{refused.retry_after:g}"}
-    return JSONResponse(refused.as_json(), refused.status, headers=headers)
+    return JsonAnswer(refused.as_json(), refused.status, headers=headers)
 
 
 def as_refused(error: BaseException) -> Refused:
@@ -174,7 +176,8 @@ async def chat(serving: Serving, body: Any, session: Session, live: Live | None)
     except ValueError as error:
         raise Refused(str(error), "tools") from error
     try:
-        prompt = session.prompt(with_tools, asked.messages, asked.tools)
+        with naming_words("messages"):
+            prompt = session.prompt(with_tools, asked.messages, asked.tools)
     except ValueError as error:
         raise Refused(str(error), "messages") from error
     params, head = asked.params(with_tools), head_of("chatcmpl", asked.model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.settings import nearest
@@ -93,7 +94,7 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != math.floor(value) or not least <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most or value != math.floor(value):
             raise self.wrong(name, value, f"a whole number from {least} to {most}")
         return int(value)
 
@@ -166,6 +167,17 @@ def _stops(fields: Fields) -> list[str | int]:
     if not token_ids(ids):
         raise fields.wrong("stop_token_ids", ids, "a list of token ids")
     return [*texts, *ids]
+
+
+@contextlib.contextmanager
+def naming_words(param: str) -> Iterator[None]:
+    """Refuses what the tokenizer has no token for: the library (tokenizers) raises a bare Exception for a word that it does not know."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise Refused(f"{param} holds what the model's tokenizer has no token for ({error})"[:300], param) from error
 
 
 def token_ids(value: Any) -> bool:

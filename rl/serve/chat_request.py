@@ -125,7 +125,10 @@ def read_messages(given: Sequence[Any]) -> list[Message]:
         thoughts = one.get("reasoning_content") or one.get("reasoning")
         if role == "assistant":
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
-            calls = [_call(call, f"{place}.tool_calls[{k}]", named) for k, call in enumerate(one.get("tool_calls") or ())]
+            asked = one.get("tool_calls") or ()
+            if not isinstance(asked, Sequence) or isinstance(asked, str):
+                raise Refused(f"{place}.tool_calls is a list of calls, got {asked!r:.80}", f"{place}.tool_calls")
+            calls = [_call(call, f"{place}.tool_calls[{k}]", named) for k, call in enumerate(asked)]
             broken = [call["function"] for call in calls if isinstance(call["function"]["arguments"], str)]
             if broken:  # as the model wrote them: text, and no calls
                 message["content"] = "\n".join([*([message["content"]] if message["content"] else []), *map(broken_call, broken)])

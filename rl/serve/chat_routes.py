@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rl.serve import chat, completions, episodes_routes, generate
+from rl.serve.answers import JsonAnswer
 from rl.serve.chat import Serving, owner_of
 from rl.serve.episodes import Desk, Sessions
 
@@ -21,15 +22,15 @@ def routes(desk: Desk, sessions: Sessions | None = None) -> list[Route]:
 
     async def models(request: Request) -> Response:
         found = await asyncio.to_thread(desk.models, owner_of(request))
-        return JSONResponse({"object": "list", "data": [_model(one) for one in found]})
+        return JsonAnswer({"object": "list", "data": [_model(one) for one in found]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
         for one in await asyncio.to_thread(desk.models, owner_of(request)):
             if one.name == name:
-                return JSONResponse(_model(one))
+                return JsonAnswer(_model(one))
         said = {"message": f"there is no model {name!r:.200}", "type": "not_found_error", "param": "model", "code": "model_not_found"}
-        return JSONResponse({"error": said}, 404)
+        return JsonAnswer({"error": said}, 404)
 
     for prefix in ("", "/session/{session}"):
         found += [Route(prefix + "/v1/models", models), Route(prefix + "/v1/models/{model:path}", model)]

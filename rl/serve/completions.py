@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from rl.renderers import certain_text
 from rl.serve.chat import Answer, Serving
-from rl.serve.chat_fields import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, Refused, own_texts, sampling_params, token_ids
+from rl.serve.chat_fields import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, Refused, naming_words, own_texts, sampling_params, token_ids
 from rl.serve.chat_reply import below_zero, head_of, spelt, usage
 from rl.serve.chat_request import MOST_TOKENS
 from rl.serve.chat_stream import Live, TextWriter
@@ -62,7 +62,8 @@ def _read(body: Any, tokenizer: Any) -> _Ask:
         if isinstance(one, str) and not one.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in one):
             raise Refused(f"prompt[{i}] holds half of a surrogate pair, which is no text", f"prompt[{i}]")
         texts.append(one if isinstance(one, str) else None)
-        prompts.append([int(t) for t in tokenizer.encode(one, add_special_tokens=special)] if isinstance(one, str) else list(one))
+        with naming_words(f"prompt[{i}]"):
+            prompts.append([int(t) for t in tokenizer.encode(one, add_special_tokens=special)] if isinstance(one, str) else list(one))
         if not prompts[-1]:
             raise Refused(f"prompt[{i}] is empty, and the model has no token to begin with", f"prompt[{i}]")
     echo, logprobs = fields.switch("echo"), fields.whole("logprobs", None, 0, MOST_TOP_LOGPROBS)
@@ -103,7 +104,7 @@ async def completions(serving: Serving, body: Any, session: Session, live: Live 
         draws.append(session.draw(desk, asked.model, prompt, asked.n, asked.params, **scored, **shown))
     if live is not None:
         live.writer = writer()
-    responses = await asyncio.gather(*draws)
+    responses = await _all_or_none(draws)
     choices: list[dict[str, Any]] = []
     sequences: list[SampledSequence] = []
     for p, response in enumerate(responses):
@@ -120,6 +121,17 @@ async def completions(serving: Serving, body: Any, session: Session, live: Live 
         "usage": usage(sum(map(len, asked.prompts)), sequences),
     }
     return whole, writer if live is not None else None
+
+
+async def _all_or_none(draws: Sequence[Coroutine[Any, Any, SampleResponse]]) -> list[SampleResponse]:
+    """What each gives. Where one fails, the others are drawn for nobody: they are given up."""
+    drawing = [asyncio.ensure_future(draw) for draw in draws]
+    try:
+        return await asyncio.gather(*drawing)
+    except BaseException:
+        for one in drawing:
+            one.cancel()
+        raise
 
 
 def _begun(tokenizer: Any, asked: _Ask, p: int, tokens: Sequence[int]) -> str:

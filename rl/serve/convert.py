@@ -26,6 +26,7 @@ from rl.types import (
 )
 
 _NUMPY: dict[int, np.dtype[Any]] = {wire.FLOAT32: np.dtype("<f4"), wire.INT64: np.dtype("<i8"), wire.INT32: np.dtype("<i4")}
+_CELLS = 2**28  # of all tensors in compressed form of one request, which are filled up: 1 or 2 GiB
 _NO_LOGPROB = -99999.0  # in a cell of top-k that holds nothing
 
 
@@ -75,6 +76,14 @@ def _array(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     if len(raw) % dtype.itemsize:
         raise BadRequestError(f"{what} has {len(raw)} bytes, which is no whole number of {dtype.name}")
     return np.frombuffer(raw, dtype)
+
+
+def check_cells(data: Sequence[Any]) -> None:
+    """BadRequestError where tensors in compressed form would fill more than `_CELLS` together: a few bytes can ask for any memory."""
+    tensors = [one for message in data for one in message.loss_fn_inputs.values() if one.WhichOneof("encoding") == "sparse_csr"]
+    cells = sum(math.prod(max(n, 0) for n in one.shape) for one in tensors)
+    if cells > _CELLS:
+        raise BadRequestError(f"tensors in compressed form come to {cells} cells, and one request may have {_CELLS}: send less at once")
 
 
 def tensor(name: str, message: Any) -> TensorData:

@@ -15,6 +15,7 @@ from typing import Any
 from rl.clients import SampleStream, SamplingClient, ServiceClient
 from rl.errors import UserError
 from rl.renderers import Renderer, get_renderer
+from rl.sampler import Request
 from rl.serve.refusals import Interrupted, Refused, told
 from rl.serve.settings import LOCAL, ServedBase, ServeSettings
 from rl.serve.tally import Tally
@@ -50,6 +51,7 @@ class Desk:
         self.ending = False
         self._leave_at = 0.0
         self.resolvers: list[Callable[[str, str], Callable[[], SamplingClient] | None]] = []  # (model, owner) -> where to get it
+        self.listers: list[Callable[[str], list[tuple[str, ServedBase]]]] = []  # of an owner: names that resolvers know, their bases
         self._bases: dict[str, SamplingClient] = {}
         self._renderers: dict[str, Renderer] = {}
         self._created = int(time.time())
@@ -62,24 +64,28 @@ class Desk:
 
     # --------------------------------------------------------------------------------------------- what is asked of it
 
-    def submit(self, owner: str, lane: str, what: str, work: Work, done: Future | None = None) -> Future:
-        """Queues work. Its result or error comes in the future."""
-        job = Job(owner, lane, what, work, done or Future())
+    def submit(self, owner: str, lane: str, what: str, work: Work, done: Future | None = None, tenant: str = "") -> Future:
+        """Queues work. Its result or error comes in the future. `tenant`: in whose part of the queue, the owner's where none is said."""
+        job = Job(owner, lane, what, work, done or Future(), tenant=tenant)
         if self.ending:
             job.done.set_exception(Interrupted())
         else:
             self.turns.add(job)
         return job.done
 
-    async def run(self, owner: str, what: str, work: Callable[[], Any]) -> Any:
+    def tenant(self, owner: str, session: str) -> str:
+        """Whose part of the queue a request of that session is counted in: its key's, or its own where nobody has one."""
+        return owner if self.settings.keys else session
+
+    async def run(self, owner: str, what: str, work: Callable[[], Any], tenant: str = "") -> Any:
         """A plain function on the desk's thread, in a lane of its own kind."""
 
         def once() -> Any:
             yield
             return work()
 
-        self.turns.check_room()
-        return await asyncio.wrap_future(self.submit(owner, what, what, once))
+        self.turns.check_room(tenant or owner)
+        return await asyncio.wrap_future(self.submit(owner, what, what, once, tenant=tenant))
 
     def ask_sample(
         self,
@@ -89,6 +95,7 @@ class Desk:
         num_samples: int,
         params: SamplingParams,
         show: Show | None = None,
+        tenant: str = "",
         **what: Any,
     ) -> Future:
         """Queues a sample. `what`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n, sequence_ids.
@@ -99,7 +106,7 @@ class Desk:
             raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
         given = prompt if isinstance(prompt, ModelInput) else ModelInput.from_ints(list(prompt))
         arguments = {"prompt": given, "num_samples": num_samples, "sampling_params": params, **what}
-        job = SampleJob(owner, client, arguments, show=show)
+        job = SampleJob(owner, client, arguments, show=show, tenant=tenant)
         self.turns.add_sample(job)
         return job.done
 
@@ -118,9 +125,15 @@ class Desk:
         done = self.ask_sample(self.find(model, owner), owner, prompt_ids, num_samples, sampling_params, show, **what)
         return await asyncio.wrap_future(done)
 
-    def models(self, owner: str = LOCAL) -> list[ServedModel]:
-        """The bases; what was trained is asked for by its tinker:// path."""
+    def bases(self) -> list[ServedModel]:
         return [ServedModel(base.name, self.base_client(base).info["max_context"], self._created) for base in self.settings.bases]
+
+    def models(self, owner: str = LOCAL) -> list[ServedModel]:
+        """The bases, and what this owner can ask for by another name: clients look there before they ask."""
+        bases = self.bases()
+        longest = {base.name: base.max_context for base in bases}
+        own = [found for names in self.listers for found in names(owner)]
+        return bases + [ServedModel(name, longest[base.name], self._created) for name, base in own]
 
     def tokenizer(self, model: str | None = None, owner: str = LOCAL) -> Any:
         """The tokenizer of a model that is asked for by its name. May wait for the model to be loaded."""
@@ -207,6 +220,7 @@ class Desk:
                 client = job.drawn_by = job.client()
                 request = client.request(job.arguments["prompt"], **what)
                 job.prompt_tokens = len(request.prompt)
+                self._check_tokens(request, client.info["max_context"])
                 drawing: Drawing = client if client.mixes is None else client.mixes
                 stream, tickets = self._streams.get(drawing) or (SampleStream(client, mixed=client.mixes is not None), {})
                 ticket = stream.add(request, client)
@@ -214,6 +228,13 @@ class Desk:
                 tickets[ticket] = job
             except BaseException as error:
                 _settle(job.done, None, error, "sample")
+
+    def _check_tokens(self, request: Request, longest: int | None) -> None:
+        """Refused (400) where the answers may come to more tokens than one request may have here."""
+        each = request.params.max_tokens or (longest or 0) + 1 - len(request.prompt)
+        most, limit = len(request.prompt) + request.num_samples * each, self.settings.limits.tokens
+        if most > limit:
+            raise Refused(400, f"{request.num_samples} answers may come to {most} tokens, and {limit} are the most of one request")
 
     def _draw(self, drawing: Drawing) -> None:
         """A slice of what shares a batch; who has ended is answered, who has gone leaves."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rl.jsonl import finite
+from rl.serve.answers import JsonAnswer
 from rl.serve.chat import Serving, answer_of, as_refused, owner_of, read_json
 from rl.serve.chat_fields import Fields
 
@@ -49,7 +50,7 @@ def routes(serving: Serving) -> list[Route]:
 def _said(do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            return JSONResponse(await do(request))
+            return JsonAnswer(await do(request))
         except Exception as error:  # boundary: every failure is an answer
             return answer_of(as_refused(error))
 
@@ -72,4 +73,4 @@ def read_reward(body: Any) -> tuple[float, dict[str, float]]:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ class Promise:
     session: str = ""
     sequence_ids: list[str] | None = None
     made: float = field(default_factory=time.monotonic)
-    told: float | None = None  # when its answer was first given
+    told: float | None = None  # when its answer was first given, or first seen to be there
 
     async def wait(self, seconds: float) -> bool:
         """Whether it is done within `seconds`."""
@@ -42,7 +41,8 @@ class Promises:
 
     def __init__(self, keep_seconds: float):
         self.keep_seconds = keep_seconds
-        self._all: OrderedDict[str, Promise] = OrderedDict()
+        self._all: dict[str, Promise] = {}
+        self._swept = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -65,17 +65,17 @@ class Promises:
             raise Refused(410, "no such request is known: it was answered long ago, or before the server was started again")
         return promise
 
-    def of_session(self, session: str) -> list[Promise]:
-        return [promise for promise in self._all.values() if promise.session == session]
-
     def _forget_old(self) -> None:
-        """Answers that were given, or could have been, `keep_seconds` ago. In the order they came: the first that stays ends it."""
+        """Answers that were given, or could have been, `keep_seconds` ago. All are looked at, now and then: one that never ends (its turn
+        does not come) keeps none of those that came after it."""
         now = time.monotonic()
-        while self._all:
-            oldest = next(iter(self._all.values()))
-            if not oldest.done.done() or now - (oldest.told or oldest.made) < self.keep_seconds:
-                return
-            del self._all[oldest.request_id]
+        if now - self._swept < self.keep_seconds / 64:
+            return
+        self._swept = now
+        for promise in [promise for promise in self._all.values() if promise.done.done()]:
+            promise.told = promise.told or now
+            if now - promise.told >= self.keep_seconds:
+                del self._all[promise.request_id]
 
 
 def digest_of(*parts: bytes) -> bytes:

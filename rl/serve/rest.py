@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from rl.clients import RestClient
 from rl.ranks import checkpoint
+from rl.serve.answers import JsonAnswer
 from rl.serve.body import Body
 from rl.serve.book import KINDS, Book, Model
 from rl.serve.desk import Desk
@@ -62,11 +63,11 @@ class Rest:
         return [Route(f"/api/v1/{path}", answer, methods=[method]) for method, path, answer in table]
 
     async def capabilities(self, request: Request) -> Response:
-        lengths = await self.desk.run(request.state.owner, "capabilities", self.desk.models)
+        lengths = await self.desk.run(request.state.owner, "capabilities", self.desk.bases)
         models = [
             {"model_name": one.name, "max_context_length": one.max_context, "trainable": True, "sampleable": True} for one in lengths
         ]
-        return JSONResponse({"supported_models": models})
+        return JsonAnswer({"supported_models": models})
 
     # ------------------------------------------------------------------------------------------------ runs, checkpoints
 
@@ -103,10 +104,10 @@ class Rest:
     async def runs(self, request: Request) -> Response:
         models = sorted(self.book.models_of(request.state.owner), key=lambda model: model.last_request, reverse=True)
         page, cursor = _page(request, models)
-        return JSONResponse({"training_runs": [self._run(model) for model in page], "cursor": cursor})
+        return JsonAnswer({"training_runs": [self._run(model) for model in page], "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
-        return JSONResponse(self._run(self._model(request)))
+        return JsonAnswer(self._run(self._model(request)))
 
     def _model(self, request: Request) -> Model:
         model = self.book.models.get(request.path_params["model_id"])
@@ -116,13 +117,13 @@ class Rest:
 
     async def checkpoints(self, request: Request) -> Response:
         model = self._model(request)
-        return JSONResponse({"checkpoints": [self._checkpoint(model, *one) for one in self.book.checkpoints(model)]})
+        return JsonAnswer({"checkpoints": [self._checkpoint(model, *one) for one in self.book.checkpoints(model)]})
 
     async def all_checkpoints(self, request: Request) -> Response:
         models = self.book.models_of(request.state.owner)
         found = [self._checkpoint(model, *one) for model in models for one in self.book.checkpoints(model)]
         page, cursor = _page(request, sorted(found, key=lambda one: one["time"], reverse=True))
-        return JSONResponse({"checkpoints": page, "cursor": cursor})
+        return JsonAnswer({"checkpoints": page, "cursor": cursor})
 
     def _folder(self, request: Request) -> Path:
         where = request.path_params
@@ -142,7 +143,7 @@ class Rest:
         model, folder = self.book.folder_of(body.text("tinker_path"), request.state.owner)
         info = RestClient().get_weights_info_by_tinker_path(str(folder)).result()
         flags = {name: getattr(info, name) for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")}
-        return JSONResponse({"base_model": model.base.name, **flags})
+        return JsonAnswer({"base_model": model.base.name, **flags})
 
     # ------------------------------------------------------------------------------------------------- taking it along
 
@@ -168,7 +169,7 @@ class Rest:
             name = file.relative_to(folder).as_posix()
             place = f"{where['model_id']}/{where['kind']}/{where['name']}/{name}"
             urls[name] = f"{str(request.base_url).rstrip('/')}/api/v1/files/{expires}/{self._sign(expires, place)}/{place}"
-        return JSONResponse({"urls": urls, "expires": _moment(expires)})
+        return JsonAnswer({"urls": urls, "expires": _moment(expires)})
 
     def _sign(self, expires: int, place: str) -> str:
         return hmac.new(self._secret, f"{expires} {place}".encode(), hashlib.sha256).hexdigest()
@@ -194,19 +195,19 @@ class Rest:
         if sampler.path is not None:
             model_id = f"{sampler.path.parent.parent.parent.name}:train:{sampler.path.parent.parent.name.removeprefix('train-')}"
             path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
-        return JSONResponse({"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path})
+        return JsonAnswer({"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path})
 
     async def sessions(self, request: Request) -> Response:
         mine = [session.session_id for session in list(self.book.sessions.values()) if session.owner == request.state.owner]
         page, _ = _page(request, mine[::-1])
-        return JSONResponse({"sessions": page})
+        return JsonAnswer({"sessions": page})
 
     async def session(self, request: Request) -> Response:
         session = self.book.session(request.path_params["session_id"], request.state.owner, alive=False)
         models = [model.model_id for model in list(self.book.models.values()) if model.session == session.session_id]
         samplers = [one.sampler_id for one in list(self.book.samplers.values()) if one.session == session.session_id]
         found = {"training_run_ids": models, "sampler_ids": samplers, "user_metadata": session.user_metadata}
-        return JSONResponse({**found, "display_name": session.display_name})
+        return JsonAnswer({**found, "display_name": session.display_name})
 
 
 class _Closing:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rl.errors import BadRequestError
 from rl.serve import convert
+from rl.serve.answers import JsonAnswer
 from rl.serve.body import Body
 from rl.serve.book import Book, Sampler
 from rl.serve.desk import Desk
@@ -27,6 +28,7 @@ class Samples:
         self.tenants = tenants
         self.promises = promises
         desk.resolvers.append(tenants.by_name)
+        desk.listers.append(tenants.names)
 
     def routes(self) -> list[Route]:
         posts = {
@@ -50,13 +52,13 @@ class Samples:
         if known is not None and (known.base, known.path) != (base, folder):
             raise Refused(400, f"there is a sampling session {sampler_id} already, of other weights")
         self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, session.owner, session.session_id, base, folder))
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+        return JsonAnswer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def join_sampling_session(self, request: Request) -> Response:
         body = await Body.of(request)
         sampler = self.book.sampler(body.text("sampling_session_id"), request.state.owner)
         sampler.clones += 1
-        return JSONResponse({"type": "join_sampling_session", "client_counter": sampler.clones})
+        return JsonAnswer({"type": "join_sampling_session", "client_counter": sampler.clones})
 
     async def asample(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -75,7 +77,7 @@ class Samples:
             except (ValueError, TypeError) as error:
                 settled(promise, error=error)
             self.promises.add(promise)
-        return JSONResponse({"request_id": request_id, "sample_sequence_ids": promise.sequence_ids})
+        return JsonAnswer({"request_id": request_id, "sample_sequence_ids": promise.sequence_ids})
 
     def _sample(self, sampler: Sampler, count: int, body: Body, ids: list[str]) -> Any:
         for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
@@ -92,6 +94,7 @@ class Samples:
             "target_prompt_logprobs": convert.targets(body.maybe("target_prompt_logprobs", dict)),
             "prompt_logprobs_last_n": body.maybe_whole("prompt_logprobs_last_n", 1),
         }
+        tenant = self.desk.tenant(sampler.owner, sampler.session)
         return self.desk.ask_sample(
-            lambda: self.tenants.sampling_client(sampler), sampler.owner, prompt, count, params, sequence_ids=ids, **what
+            lambda: self.tenants.sampling_client(sampler), sampler.owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **what
         )

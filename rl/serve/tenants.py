@@ -20,6 +20,7 @@ from rl.serve.turns import Job
 from rl.types import AdamParams, Datum
 
 Steps = Generator[None, None, Any]
+SAVED = "sampler_weights"
 _KEPT_SNAPSHOTS = 8  # of weights that were saved for samplers, so that the sampler that comes next needs not read them
 _GAP_SECONDS = 10.0  # how long a number that an earlier server took is waited for
 
@@ -31,9 +32,16 @@ class Tenants:
         self.desk = desk
         self.book = book
         self._saved: OrderedDict[Path, SamplingClient] = OrderedDict()
+        desk.turns.others = self._others
         desk.tally.gauges["models"] = self._where
         desk.tally.gauges["samplers"] = lambda: float(len(book.samplers))
         desk.tally.gauges["sessions"] = lambda: float(sum(session.finished is None for session in book.sessions.values()))
+
+    def _others(self, tenant: str) -> bool:
+        """Whether somebody else may ask: another key, or another session that is alive."""
+        if self.desk.settings.keys:
+            return len(self.desk.settings.keys) > 1
+        return any(session.finished is None and session.session_id != tenant for session in list(self.book.sessions.values()))
 
     def _where(self) -> dict[str, float]:
         held = sum(model.client is not None for model in list(self.book.models.values()))
@@ -47,9 +55,11 @@ class Tenants:
             message = f"{model.model_id} was asked its request {seq} before, and has forgotten the answer; it goes on with {model.next_seq}"
             promise.done.set_exception(Refused(400, message))
             return
-        self.desk.turns.check_room(len(model.waiting) + 1)
-        job = Job(model.owner, model.model_id, promise.what, lambda: self._run(model, seq, work), promise.done)
+        tenant = self.desk.tenant(model.owner, model.session)
+        self.desk.turns.check_room(tenant)
+        job = Job(model.owner, model.model_id, promise.what, lambda: self._run(model, seq, work), promise.done, tenant=tenant)
         model.waiting[seq] = job
+        self.desk.turns.early(tenant, 1)
         self.release(model)
 
     def release(self, model: Model) -> None:
@@ -57,8 +67,9 @@ class Tenants:
         while model.next_seq in model.waiting:
             model.gap_since = None
             job = model.waiting.pop(model.next_seq)
+            self.desk.turns.early(job.tenant, -1)
             model.next_seq += 1
-            self.desk.submit(job.owner, job.lane, job.what, job.work, job.done)
+            self.desk.submit(job.owner, job.lane, job.what, job.work, job.done, job.tenant)
         if model.waiting and model.resumed:
             model.gap_since = model.gap_since or time.monotonic()
 
@@ -75,10 +86,16 @@ class Tenants:
     def give_up_waiting(self) -> None:
         """The server ends: what waits for an earlier number is answered with "try again"."""
         for model in list(self.book.models.values()):
-            waiting, model.waiting = dict(model.waiting), {}
-            for job in waiting.values():
+            for job in self.taken_back(model):
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(Interrupted())
+
+    def taken_back(self, model: Model) -> list[Job]:
+        """What waits for an earlier number, no longer."""
+        waiting, model.waiting = list(model.waiting.values()), {}
+        for job in waiting:
+            self.desk.turns.early(job.tenant, -1)
+        return waiting
 
     @staticmethod
     def _run(model: Model, seq: int, work: Callable[[], Steps]) -> Steps:
@@ -277,6 +294,11 @@ class Tenants:
         sampler = self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, owner, found.session, found.base, folder))
         return lambda: self.sampling_client(sampler)
 
+    def names(self, owner: str) -> list[tuple[str, ServedBase]]:
+        """What `by_name` finds for this owner: weights that were saved for samplers, by their paths."""
+        found = [(model, folder) for model in self.book.models_of(owner) for kind, folder in self.book.checkpoints(model) if kind == SAVED]
+        return [(self.book.path_of(model, SAVED, folder.name), model.base) for model, folder in found]
+
     def tokenizer_id(self, base: ServedBase, info: Mapping[str, Any]) -> str | None:
         """Where a client on this machine loads the tokenizer from, which it does by itself: a hub name or a folder."""
         where = base.tokenizer or base.where
@@ -298,7 +320,6 @@ def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> 
     session.finished = reason
     tenants.book.keep(session)
     for model in [model for model in list(tenants.book.models.values()) if model.session == session.session_id]:
-        waiting, model.waiting = dict(model.waiting), {}
-        for job in waiting.values():
+        for job in tenants.taken_back(model):
             job.done.set_exception(Refused(410, f"its session has ended ({reason})"))
     desk.submit(session.owner, f"{session.session_id}:end", "end_session", lambda: tenants.end_session(session.session_id))

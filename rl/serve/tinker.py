@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rl.clients import TrainingClient
 from rl.errors import BadRequestError
 from rl.ranks import checkpoint
 from rl.serve import convert, wire
+from rl.serve.answers import JsonAnswer
 from rl.serve.body import Body
 from rl.serve.book import Book, Model, Sampler, Session
 from rl.serve.compressed import expanded, reads_zstd
@@ -72,25 +73,25 @@ class Tinker:
         """What the SDK may do here: chunks in parallel, keys as they are, bodies compressed where they come from another machine."""
         far = self.desk.settings.host not in LOOPBACK and reads_zstd()
         flags = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": far, "parallel_fwdbwd_chunks": True}
-        return JSONResponse({**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False})
+        return JsonAnswer({**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False})
 
     async def dynamic_config(self, request: Request) -> Response:
-        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+        return JsonAnswer({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
         """Taken, and kept nowhere."""
         await request.body()
-        return JSONResponse({"status": "accepted"})
+        return JsonAnswer({"status": "accepted"})
 
     async def create_session(self, request: Request) -> Response:
         body = await Body.of(request)
         session = self.book.open_session(request.state.owner, body.words("user_metadata"), body.maybe("display_name", str))
-        return JSONResponse({"type": "create_session", "session_id": session.session_id})
+        return JsonAnswer({"type": "create_session", "session_id": session.session_id})
 
     async def heartbeat(self, request: Request) -> Response:
         body = await Body.of(request)
         self.book.session(body.text("session_id"), request.state.owner)
-        return JSONResponse({"type": "session_heartbeat"})
+        return JsonAnswer({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -124,11 +125,11 @@ class Tinker:
         request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
         promise = self.promises.known(request_id, digest)
         if promise is None:
-            self.desk.turns.check_room()
+            self.desk.turns.check_room(tenant := self.desk.tenant(session.owner, session.session_id))
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
             promise = self.promises.add(Promise(request_id, session.owner, "create_model", digest, session=session.session_id))
-            self.desk.submit(session.owner, model.model_id, "create_model", lambda: work(model), promise.done)
-        return JSONResponse({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
+            self.desk.submit(session.owner, model.model_id, "create_model", lambda: work(model), promise.done, tenant)
+        return JsonAnswer({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
 
     async def unload_model(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -138,18 +139,19 @@ class Tinker:
             self.tenants.write_out(model)
             self.tenants.let_go(model)
 
-        await self.desk.run(model.owner, "unload_model", away)
+        await self.desk.run(model.owner, "unload_model", away, self.desk.tenant(model.owner, model.session))
         promise = Promise(f"{model.model_id}:unload:{len(self.promises)}", model.owner, "unload_model")
         self.promises.add(settled(promise, {"model_id": model.model_id, "type": "unload_model"}))
-        return JSONResponse({"request_id": promise.request_id, "model_id": model.model_id})
+        return JsonAnswer({"request_id": promise.request_id, "model_id": model.model_id})
 
     async def get_info(self, request: Request) -> Response:
         body = await Body.of(request)
         model = self.book.model(body.text("model_id"), request.state.owner)
-        info = await self.desk.run(model.owner, "get_info", lambda: self.tenants.client_of(model).info)
+        tenant = self.desk.tenant(model.owner, model.session)
+        info = await self.desk.run(model.owner, "get_info", lambda: self.tenants.client_of(model).info, tenant)
         data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": self.tenants.tokenizer_id(model.base, info)}
         found = {"type": "get_info", "model_id": model.model_id, "model_data": data, "model_name": model.base.name}
-        return JSONResponse({**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]})
+        return JsonAnswer({**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]})
 
     # ---------------------------------------------------------------------------------------- requests with a number
 
@@ -162,7 +164,7 @@ class Tinker:
             promise = Promise(request_id, model.owner, what, digest, session=model.session)
             self.tenants.ask(model, seq, promise, work)
             self.promises.add(promise)
-        return JSONResponse({"request_id": request_id, "model_id": model.model_id})
+        return JsonAnswer({"request_id": request_id, "model_id": model.model_id})
 
     async def forward_backward(self, request: Request) -> Response:
         raw = await request.body()
@@ -179,6 +181,7 @@ class Tinker:
             tokens = sum(len(chunk.encoded_text.tokens) // 4 for one in message.data for chunk in one.model_input)
             if tokens > self.desk.settings.limits.tokens:
                 raise BadRequestError(f"{tokens} tokens at once, and this server takes {self.desk.settings.limits.tokens}: send less")
+            convert.check_cells(message.data)
             return [convert.datum(one) for one in message.data], message.loss_fn, convert.loss_config(message)
 
         what = "forward_backward" if backward else "forward"
@@ -275,16 +278,16 @@ class Tinker:
         promise = self.promises.find(body.text("request_id"), request.state.owner)
         if not await promise.wait(self.desk.settings.limits.poll_seconds):
             state = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
-            return JSONResponse(state, status_code=408)
+            return JsonAnswer(state, status_code=408)
         promise.told = promise.told or time.monotonic()
         if promise.done.cancelled():
-            return JSONResponse({"error": "it was cancelled", "category": "user"})
+            return JsonAnswer({"error": "it was cancelled", "category": "user"})
         error = promise.done.exception()
         if isinstance(error, Interrupted):
             raise Refused(503, "the server is shutting down, and had not begun with this: try again", retry_after=5.0)
         if error is not None:
             message, category = told(error, promise.what)
-            return JSONResponse({"error": message, "category": category})
+            return JsonAnswer({"error": message, "category": category})
         protobuf, result = PROTOBUF in request.headers.get("accept", ""), promise.done.result()
         if isinstance(result, SampleResponse) and sum(len(one.tokens) for one in result.sequences) < _TOKENS_AT_ONCE:
             return _answer(result, protobuf)  # another thread would cost more, beside one that draws
@@ -303,10 +306,10 @@ def _answer(result: Any, protobuf: bool) -> Response:
     if isinstance(result, ForwardBackwardOutput):
         if protobuf:
             return Response(convert.forward_backward_output(result), media_type=PROTOBUF)
-        return JSONResponse(convert.output_json(result))
+        return JsonAnswer(convert.output_json(result))
     if isinstance(result, SampleResponse):
-        return Response(convert.sample_response(result), media_type=PROTOBUF) if protobuf else JSONResponse(convert.sample_json(result))
-    return JSONResponse(result)
+        return Response(convert.sample_response(result), media_type=PROTOBUF) if protobuf else JsonAnswer(convert.sample_json(result))
+    return JsonAnswer(result)
 
 
 def _late(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:

@@ -1,12 +1,16 @@
 """Whose turn it is: work waits in lanes, one a model, and lanes take turns, first among owners and then among an owner's lanes.
 
 Work is a generator that gives way between slices. Samples are no lane: all that wait are taken together, after each slice.
+
+A tenant is a key, or where there are none a session. While there are others it may fill half of what they leave of the queue, and so
+never all of it: whoever comes next finds room. (Routers bound flows that share a buffer so: Choudhury and Hahne, "Dynamic queue length
+thresholds for shared-memory packet switches", 1998, with their factor at 1.)
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ class Job:
     work: Work
     done: Future = field(default_factory=Future)
     begun: Generator[None, None, Any] | None = None
+    tenant: str = ""  # who is counted for it; the owner where nobody else is named
 
 
 @dataclass
@@ -40,13 +45,20 @@ class SampleJob:
     prompt_tokens: int = 0  # once it has been read
     drawn_by: Any = None  # the client, once it has been asked for
     show: Callable[[dict[int, Any]], None] | None = None  # is told what its samples have drawn so far, on the thread that draws
+    tenant: str = ""  # as of a `Job`
 
 
 class Turns:
-    """Bounded: `limit` jobs and samples that wait. Filled by any thread, emptied by one."""
+    """Bounded: `limit` jobs and samples that wait. Filled by any thread, emptied by one.
+
+    `others(tenant)`: whether there are more of them, who may ask at any time.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
+        self.others: Callable[[str], bool] = lambda tenant: False
+        self._held: Counter[str] = Counter()  # how much of what waits is each tenant's
+        self._early: Counter[str] = Counter()  # what else each has asked for, whose turn has not come
         self.changed = threading.Condition()
         self._owners: OrderedDict[str, OrderedDict[str, deque[Job]]] = OrderedDict()
         self._samples: deque[SampleJob] = deque()
@@ -55,28 +67,65 @@ class Turns:
     def __len__(self) -> int:
         return self._waiting + len(self._samples)
 
-    def check_room(self, more: int = 1) -> None:
-        """Raises Refused (429) where the queue is full."""
-        if len(self) + more > self.limit:
-            raise Refused(429, f"{len(self)} requests wait already, the most that this server takes: try again", retry_after=1.0)
+    def check_room(self, tenant: str, more: int = 1) -> None:
+        """Raises Refused (429) where the queue is full, or this tenant's part of it."""
+        with self.changed:
+            if len(self) + more > self.limit // 2:
+                self._forget_gone()
+            all_wait, held, beside = len(self), self._held[tenant], any(one != tenant for one in self._held)
+            early = self._early[tenant]
+        if all_wait + early + more > self.limit:
+            raise Refused(429, f"{all_wait} requests wait already, the most that this server takes: try again", retry_after=1.0)
+        part = max(1, (self.limit - (all_wait - held)) // 2)
+        if held + early + more > part and (beside or self.others(tenant)):
+            text = f"{held + early} requests of yours wait already, and {part} is your part of the queue, which others use too: try again"
+            raise Refused(429, text, retry_after=1.0)
 
     def add(self, job: Job) -> None:
         with self.changed:
+            job.tenant = job.tenant or job.owner
             self._owners.setdefault(job.owner, OrderedDict()).setdefault(job.lane, deque()).append(job)
             self._waiting += 1
+            self._held[job.tenant] += 1
             self.changed.notify()
 
     def add_sample(self, job: SampleJob) -> None:
-        self.check_room()
+        job.tenant = job.tenant or job.owner
+        self.check_room(job.tenant)
         with self.changed:
             self._samples.append(job)
+            self._held[job.tenant] += 1
             self.changed.notify()
+
+    def early(self, tenant: str, more: int) -> None:
+        """So many more (or less) that a tenant has asked for wait for something else before they can wait here."""
+        with self.changed:
+            self._early[tenant] += more
+            if not self._early[tenant]:
+                del self._early[tenant]
+
+    def _left(self, job: Job | SampleJob) -> None:
+        """One less of its tenant's waits. Within `changed`."""
+        self._held[job.tenant] -= 1
+        if not self._held[job.tenant]:
+            del self._held[job.tenant]
+
+    def _forget_gone(self) -> None:
+        """Samples that nobody waits for any more give their places back. Within `changed`."""
+        gone = [job for job in self._samples if job.done.cancelled()]
+        if gone:
+            self._samples = deque(job for job in self._samples if not job.done.cancelled())
+            for job in gone:
+                self._left(job)
 
     def samples(self) -> list[SampleJob]:
         """All samples that wait, whoever asked: they are drawn together."""
         with self.changed:
+            self._forget_gone()
             taken = list(self._samples)
             self._samples.clear()
+            for job in taken:
+                self._left(job)
             return taken
 
     def only_samples(self) -> bool:
@@ -100,6 +149,7 @@ class Turns:
             lanes = self._owners[job.owner]
             lanes[job.lane].popleft()
             self._waiting -= 1
+            self._left(job)
             if not lanes[job.lane]:
                 del lanes[job.lane]
             if not lanes:
@@ -118,4 +168,6 @@ class Turns:
                         self._owners.setdefault(owner, OrderedDict())[lane] = deque([jobs.popleft()])
                         self._waiting += 1
                     taken += jobs
+            for one in (*taken, *samples):
+                self._left(one)
             return taken, samples

@@ -1,0 +1,304 @@
+"""Well-formed bodies with wild values, on every route: an error in the protocol's own form, and nothing for anybody else to notice."""
+
+import base64
+import copy
+import json
+import logging
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from seeing import chunk as picture
+from serving import BASE, PROTOBUF, Wire, server
+from test_serve import KEYS, rewarded, texts
+
+from rl.losses import LOSSES
+from rl.serve import wire
+
+pytestmark = pytest.mark.slow
+COUNT = 2400
+TRACES = re.compile(r'Traceback|\.py\b|File "|0x[0-9a-f]{6}')
+EXTREME = [0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63) - 1, 10**400]
+STRANGE = ["", " ", "\0", "\ud800", "é" * 300, "../../etc", "tinker://../../etc", "/etc/passwd", "a" * 5000, "{}", "null", "image", "1e999"]
+WILD = [*EXTREME, *STRANGE, None, True, False, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 0.5, [], {}, [[]], [None], {"": None},
+        [1e308], [2**63], [-1], ["\ud800"], {"type": "image"}, {"tokens": [5]}, [[5, 6]] * 3, {"chunks": []}, [4, 5] * 500]  # fmt: skip
+
+
+def places(tree, at=()):
+    """Where something stands in a tree of JSON."""
+    found = [at] if at else []
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in pairs:
+        found += places(value, (*at, key))
+    return found
+
+
+def bent(rng, tree):
+    """The same with one to three of its values gone, doubled, or another."""
+    tree = json.loads(json.dumps(tree))
+    for _ in range(int(rng.integers(1, 4))):
+        at = places(tree)
+        if not at:
+            break
+        *before, last = at[int(rng.integers(len(at)))]
+        inner = tree
+        for key in before:
+            inner = inner[key]
+        kind = rng.random()
+        if kind < 0.1:
+            del inner[last]
+        elif kind < 0.15 and isinstance(inner[last], list):
+            inner[last] = inner[last] * 2
+        elif kind < 0.2 and isinstance(inner, dict):
+            inner["unknown"] = copy.deepcopy(WILD[int(rng.integers(len(WILD)))])
+        else:
+            inner[last] = copy.deepcopy(WILD[int(rng.integers(len(WILD)))])
+    return tree
+
+
+def wild_tensor(rng, tensor):
+    dtype = rng.choice([wire.FLOAT32, wire.INT64, wire.INT32, wire.BFLOAT16, 0, 77])
+    values = rng.choice([0, -1, 3, 89, 90, 2**31, 2**62, -(2**63)], int(rng.integers(0, 6)))
+    floats = rng.choice([0, 1, -1, np.nan, np.inf, -np.inf, 1e38, 1e-45], len(values)).astype("<f4")
+    tensor.dtype = int(dtype)
+    raw = values.astype("<i8").tobytes() if rng.random() < 0.5 else floats.tobytes()
+    shapes = ([], [len(values)], [-1], [0], [2**62, 2**62], [-(2**63)], [2, 3], [1] * 40, [2**63 - 1], [len(values), 1], [2**16, 2**13])
+    tensor.shape.extend(shapes[int(rng.integers(len(shapes)))])
+    if rng.random() < 0.3:
+        tensor.sparse_csr.values = raw
+        for name in ("crow_indices", "col_indices"):
+            setattr(tensor.sparse_csr, name, rng.choice([0, 1, 2, -1, 2**62, -(2**63)], int(rng.integers(0, 5))).astype("<i8").tobytes())
+    else:
+        tensor.dense = raw[: len(raw) - int(rng.integers(0, 2))]
+
+
+def wild_chunk(rng, chunk):
+    kind = rng.integers(5)
+    if kind == 0:
+        return  # of no kind
+    if kind == 1:
+        chunk.image.data, chunk.image.format = rng.bytes(20), str(rng.choice(["png", "jpeg", "gif", ""]))
+        chunk.image.expected_tokens = int(rng.choice([-1, 0, 1, 2**31 - 1]))
+    elif kind == 2:
+        chunk.dmel.dmel = rng.bytes(8)
+    else:
+        ids = rng.choice([3, 4, 89, 95, 96, 2**31 - 1, -1, -(2**31)], int(rng.integers(0, 7))).astype("<i4").tobytes()
+        chunk.encoded_text.tokens = ids if rng.random() < 0.9 else ids + b"x"
+
+
+def wild_training(rng, model, seq):
+    """A ForwardBackwardRequest that parses: a good one of which something is wild."""
+    losses = [*LOSSES, "stable_reinforce", "", "../x"]
+    message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses)))
+    message.forward_only = bool(rng.random() < 0.4)
+    for _ in range(int(rng.integers(0, 4))):
+        datum = message.data.add()
+        if rng.random() < 0.5:
+            datum.model_input.add().encoded_text.tokens = np.asarray([5, 6, 7], "<i4").tobytes()
+        for _ in range(int(rng.integers(0, 3))):
+            wild_chunk(rng, datum.model_input.add())
+        for name in ("target_tokens", "weights", "logprobs", "advantages", "mask", "labels", "ref_logprobs", "\0x"):
+            if rng.random() < 0.5:
+                wild_tensor(rng, datum.loss_fn_inputs[name])
+            elif rng.random() < 0.8:
+                good = np.asarray([6, 7, 8], "<i8") if name == "target_tokens" else np.asarray([-1.0, 1.0, 1.0], "<f4")
+                tensor = datum.loss_fn_inputs[name]
+                tensor.dense, tensor.dtype = good.tobytes(), wire.INT64 if name == "target_tokens" else wire.FLOAT32
+        for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
+            if rng.random() < 0.1:
+                span = spans.add()
+                if rng.random() < 0.7:
+                    one = span.prompt_tokens if rng.random() < 0.5 else span.sampled_tokens
+                    one.sequence_id, one.offset, one.length = "x", int(rng.choice([0, -1, 2**62])), int(rng.choice([3, -1, 2**62]))
+    for name in ("beta", "clip_low_threshold", "temperature", "kl", "unknown", ""):
+        if rng.random() < 0.15:
+            message.loss_fn_config[name] = float(rng.choice([0, -1, np.nan, np.inf, 1e308]))
+        if rng.random() < 0.15:
+            value = message.loss_fn_config_v2[name]
+            if rng.random() < 0.7:
+                value.number = float(rng.choice([0, -1, np.nan, -np.inf, 1e308]))
+            elif rng.random() < 0.7:
+                value.text = str(rng.choice(["", "x", "nan"]))
+    if rng.random() < 0.15:
+        message.model_id = str(rng.choice(["", "x", model + "1", "../../etc", f"{'0' * 32}:train:0"]))
+    if rng.random() < 0.1:
+        message.seq_id = int(rng.choice([0, -1, -(2**31)]))
+    return message.SerializeToString()
+
+
+class Fuzzer:
+    """One key that sends what it should not. `seen`: answers by route and status; `failed`: futures by category."""
+
+    def __init__(self, served):
+        self.served, self.rng = served, np.random.default_rng(0)
+        self.wire = Wire(served, KEYS[0])
+        self.seen, self.failed, self.wrong, self.seq = Counter(), Counter(), [], 0
+        self.renew()
+
+    def renew(self):
+        """A session of its own with a model and what was saved of it: what came before may have left gaps in the numbers."""
+        if self.seq:
+            self.wire.post(f"sessions/{self.wire.session}/finish", 204, reason={"type": "success"})
+        self.wire.open()
+        self.model = self.wire.model()
+        asked = self.wire.post("save_weights", model_id=self.model, seq_id=1, path="kept")
+        self.path = self.wire.wait(asked)["path"]
+        self.sampler = self.wire.sampler(self.model, 2)
+        self.drawn, self.number, self.seq = 0, 10, 3
+
+    def good(self):
+        """A body that each JSON route takes, by method and path."""
+        session, model = {"session_id": self.wire.session}, {"model_id": self.model, "seq_id": self.seq}
+        self.drawn, self.number = self.drawn + 1, self.number + 1
+        image = {"type": "image", "data": base64.b64encode(picture(1).data).decode(), "format": "png"}
+        chunks = [{"type": "encoded_text", "tokens": [5, 6, 7]}, *([image] if self.rng.random() < 0.1 else [])]
+        params = {"max_tokens": 3, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": ["x"]}
+        targets = {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}
+        sample = {"sampling_session_id": self.sampler, "seq_id": self.drawn, "num_samples": 1, "prompt": {"chunks": chunks}}
+        sample |= {"sampling_params": params, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        sample |= {"target_prompt_logprobs": targets, "prompt_logprobs_last_n": 1} if self.rng.random() < 0.3 else {}
+        drawing = {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "seed": 3, "stop": ["y"], "n": 1}
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "so"}]}]  # fmt: skip
+        asked = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+        chat = {"model": BASE, "messages": messages, **asked, **drawing}
+        text = {"model": BASE, "prompt": [[5, 6], [7, 8]], "echo": True, "logprobs": 1, **drawing}
+        ids = {"model": BASE, "token_ids": [5, 6], "sampling_params": {**drawing, "logprobs": 1, "stop_token_ids": [4]}}
+        words = {"user_metadata": {"a": "b"}}
+        adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}
+        made = {**session, "base_model": BASE, "lora_config": {"rank": 2, "seed": 1, "train_mlp": True}, **words}
+        run, one = f"training_runs/{self.model}", f"training_runs/{self.model}/checkpoints/weights/kept"
+        found = {
+            "client/config": {"sdk_version": "0.38.0"}, "client/dynamic_config": {}, "telemetry": {"events": [{"a": 1}]},
+            "create_session": {"tags": ["a"], "display_name": "x", **words}, "session_heartbeat": session,
+            "sessions/{session_id}/finish": {"reason": {"type": "success"}},
+            "create_model": {**made, "model_seq_id": self.number, "optimizer_config": {"type": "adamw"}},
+            "unload_model": {"model_id": self.model}, "get_info": {"model_id": self.model},
+            "optim_step": {**model, "adam_params": adam}, "save_weights": {**model, "path": f"a{self.seq}", "ttl_seconds": 3600, **words},
+            "save_weights_for_sampler": {**model, "path": f"b{self.seq}", "kind": "snapshot", "sampling_session_seq_id": self.number},
+            "save_weights_external": {**model, "path": f"c{self.seq}", "age_encryption_recipients": []},
+            "load_weights": {**model, "path": self.path, "optimizer": True}, "retrieve_future": {"request_id": f"{self.model}:1"},
+            "cancel_future": {"request_id": f"{self.model}:1"}, "create_custom_loss": {"a": 1}, "copy_weights": {"path": self.path},
+            "retrieve_futures": {"request_ids": [f"{self.model}:1"]}, "auth/token": {"a": 1},
+            "create_sampling_session": {**session, "sampling_session_seq_id": self.number, "model_path": self.path},
+            "join_sampling_session": {"sampling_session_id": self.sampler}, "asample": sample, "weights_info": {"tinker_path": self.path},
+        }  # fmt: skip
+        found = {("POST", f"/api/v1/{name}"): body for name, body in found.items()}
+        gets = ("get_server_capabilities", "training_runs", run, f"{run}/checkpoints", "checkpoints", f"{one}/archive",
+                f"{one}/external_weights_urls", "files/1/x/y/weights/z/w", f"samplers/{self.sampler}", "sessions",
+                f"sessions/{self.wire.session}")  # fmt: skip
+        found |= {("GET", f"/api/v1/{name}"): {} for name in gets}
+        found |= {("PUT", f"/api/v1/{one}/ttl"): {"ttl_seconds": 3600}, ("DELETE", f"/api/v1/{one}x"): {}}
+        found |= {(method, f"/api/v1/{one}/publish"): {} for method in ("POST", "DELETE")}
+        for prefix in ("", "/session/a"):
+            found |= {("POST", f"{prefix}/v1/chat/completions"): chat, ("POST", f"{prefix}/v1/completions"): text}
+            found |= {("POST", f"{prefix}/inference/v1/generate"): ids, ("GET", f"{prefix}/v1/models"): {}}
+            found |= {("GET", f"{prefix}/v1/models/{BASE}"): {}}
+        rewards = {(name, f"/session/a{at}/reward"): {"reward": 1.0, "metrics": {"a": 1}} for name in ("POST",) for at in ("", "/v1")}
+        found |= {**rewards, ("GET", "/sessions"): {}, ("GET", "/session/a"): {}, ("DELETE", "/session/b"): {}}
+        return found | {("GET", path): {} for path in ("/healthz", "/api/v1/healthz", "/metrics")}
+
+    def ask(self, method, path, body):
+        """One JSON request; its path's own words are bent as well, now and then."""
+        url = path.replace("{session_id}", "0" * 32 if self.rng.random() < 0.9 else "%00")
+        if self.rng.random() < 0.1:
+            parts = url.split("/")
+            place = int(self.rng.integers(1, len(parts)))
+            parts[place] = ["%00", "%ff", "..", "%2e%2e", "-1", "x" * 3000, "9" * 400, "%2Fetc", "é"][int(self.rng.integers(9))]
+            url = "/".join(parts)
+        if method == "GET" and self.rng.random() < 0.5:
+            url += f"?limit={self.rng.choice(['-1', '1e3', '9' * 30, '%00', '²'])}&offset={self.rng.choice(['0', '-1', 'x'])}"
+        headers = {"content-type": "application/json", "x-session-id": str(self.rng.choice(["a", "", " ", "x" * 300, "a/b"]))}
+        if self.rng.random() < 0.8:
+            del headers["x-session-id"]
+        self.check(path, self.wire.http.request(method, url, content=json.dumps(body).encode(), headers=headers))
+
+    def train(self):
+        raw = wild_training(self.rng, self.model, self.seq)
+        self.check("forward_backward", self.wire.http.post("/api/v1/forward_backward", content=raw, headers={"content-type": PROTOBUF}))
+
+    def check(self, route, answer):
+        """An answer, or a refusal in the protocol's form. What was taken is waited for, and is an answer or the caller's fault."""
+        text = answer.text if "json" in answer.headers.get("content-type", "") else ""
+        self.seen[route, answer.status_code] += 1
+        try:
+            found = json.loads(text) if text else {}
+            if answer.status_code >= 400 and answer.status_code != 408:
+                error = found["error"]
+                assert answer.status_code < 500 and error["message"] and error["type"].endswith("_error"), "no refusal"
+                own = route.startswith(("/v1", "/inference", "/session"))
+                assert answer.status_code == 404 or {"param", "code"} <= error.keys() if own else "detail" in found, "the other form"
+            assert not TRACES.search(text), "a trace"
+        except (AssertionError, ValueError, KeyError) as error:
+            self.wrong.append((route, answer.status_code, text[:300], repr(error)[:80]))
+            return
+        request_id = found.get("request_id") if isinstance(found, dict) and answer.status_code == 200 else None
+        if not isinstance(request_id, str) or route.startswith(("/v1", "/inference", "/session")) or "future" in route:
+            return
+        if request_id == f"{self.model}:{self.seq}":
+            self.seq += 1
+        elif request_id.startswith(self.model + ":") and "unload" not in request_id:
+            return  # a number whose turn has not come
+        told = self.wire.http.post("/api/v1/retrieve_future", json={"request_id": request_id}, headers={"accept": PROTOBUF})
+        failed = "json" in told.headers["content-type"] and "error" in told.json()
+        if told.status_code != 200 or (failed and (told.json()["category"] != "user" or TRACES.search(told.text))):
+            self.wrong.append((route, told.status_code, told.text[:300], "what came of it"))
+        self.failed[route] += failed
+
+
+class Bystander:
+    """Another key, that trains and samples while all of that goes on. `saw`: every number that it was told."""
+
+    def __init__(self, served):
+        self.wire, self.saw, self.seq = Wire(served, KEYS[1]), [], 1
+        self.wire.open()
+        self.model = self.wire.model(seed=3)
+
+    def live(self):
+        data = [texts(3, self.seq), rewarded(3, self.seq)]
+        for loss, rows in zip(("cross_entropy", "importance_sampling"), data, strict=True):
+            logprobs, metrics = self.wire.output(self.wire.ask(self.model, self.seq, rows, loss))
+            self.saw.append(([row.tobytes() for row in logprobs], metrics))
+            self.seq += 1
+        self.saw.append(self.wire.wait(self.wire.step(self.model, self.seq, learning_rate=0.05)))
+        sampler = self.wire.sampler(self.model, self.seq + 1, self.seq)
+        drawn = self.wire.sample(sampler, 0, [5, 6, 7], 2, seed=self.seq, prompt_logprobs=True)
+        self.saw.append([(one.tokens, one.logprobs) for one in drawn.sequences] + [drawn.prompt_logprobs])
+        self.seq += 2
+
+
+def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
+    limits = {"tokens": 20_000, "sessions": 10**6, "models": 10**6}
+    caplog.set_level(logging.ERROR, "whetstone.serve")
+    with server(tmp_path / "wild", keys=KEYS, **limits) as one:
+        beside, fuzzer = Bystander(one), Fuzzer(one)
+        routes = {(method, path) for method, path in fuzzer.good()}
+        for i in range(COUNT):
+            if i % 300 == 0:
+                beside.live()
+            if i % 60 == 59:
+                fuzzer.renew()
+            if fuzzer.rng.random() < 0.25:
+                fuzzer.train()
+                continue
+            table = fuzzer.good()
+            heavy = [key for key in table if key[1].endswith(("asample", "completions", "generate", "optim_step"))]
+            key = heavy if fuzzer.rng.random() < 0.45 else sorted(table)
+            key = key[int(fuzzer.rng.integers(len(key)))]
+            fuzzer.ask(*key, bent(fuzzer.rng, table[key]))
+        kinds = {(route, status, said): text for route, status, text, said in fuzzer.wrong}
+        assert not kinds, f"{len(fuzzer.wrong)} answers that should not be: " + "\n".join(map(str, kinds.items()))
+        assert one.desk._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {"status": "ok"}
+        assert {path for path in tmp_path.iterdir()} == {tmp_path / "wild"}
+        assert not [record.getMessage() for record in caplog.records if record.name == "whetstone.serve"], "a fault of the server's own"
+        known = {(method, route.path) for route in one.app.app.routes for method in route.methods - {"HEAD"}}
+    with server(tmp_path / "calm", keys=KEYS, **limits) as one:
+        alone = Bystander(one)
+        for _ in range(0, COUNT, 300):
+            alone.live()
+    assert alone.saw == beside.saw
+    refused = sum(count for (_, status), count in fuzzer.seen.items() if status >= 400)
+    assert refused > COUNT / 3 and sum(fuzzer.failed.values()) > COUNT / 10, (refused, fuzzer.failed)
+    assert len(routes) >= len(known) - 1, "a route that nothing wild was sent to"  # forward_backward is the one that is no JSON

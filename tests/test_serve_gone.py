@@ -1,0 +1,224 @@
+"""Requests that nobody wants any more: they leave, what they held is given back, and whoever was beside them notices nothing."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+
+import httpx
+import numpy as np
+from serving import BASE, Wire, server
+from test_serve import KEYS, rewarded, texts
+from test_serve_limits import held
+
+from rl.serve.promises import Promise, Promises
+from rl.serve.turns import SampleJob
+
+LONG = 200  # tokens, of what is given up
+
+
+def drawn(message):
+    return [(one.tokens, one.logprobs, one.stop_reason) for one in message.sequences]
+
+
+def until(true, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.005)
+    return true()
+
+
+def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(tmp_path, monkeypatch):
+    """One key's samples are cancelled before and while they are drawn, in one batch with another's; nobody cancels what is not his."""
+    with server(tmp_path, keys=KEYS) as one:
+        going, staying = (Wire(one, key) for key in KEYS)
+        going.open(), staying.open()
+        theirs, mine = going.sampler(going.model(seed=1), 1), staying.sampler(staying.model(seed=2), 1)
+        asks = [(i, [4, 5 + i], {"seed": i, "max_tokens": 40, "stop": []}) for i in range(3)]
+        alone = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
+        before = one.desk.tally.value("sampled_tokens_total")
+        kept, slices, begun, go, draw = weakref.WeakSet(), [], threading.Event(), threading.Event(), one.desk._draw
+
+        def watched(drawing):
+            tickets = one.desk._streams[drawing][1]
+            draw(drawing)
+            slices.append(len(tickets))
+            if len(slices) == 1:  # all are in the midst of it
+                begun.set()
+                assert go.wait(60)
+
+        made = SampleJob.__init__
+        monkeypatch.setattr(SampleJob, "__init__", lambda job, *given, **named: (made(job, *given, **named), kept.add(job))[0])
+        monkeypatch.setattr(SampleJob, "__hash__", object.__hash__)
+        monkeypatch.setattr(one.desk, "_draw", watched)
+        with held(one):
+            tickets = [staying.ask_sample(mine, 10 + i, prompt, 2, **fields) for i, prompt, fields in asks]
+            gone = [going.ask_sample(theirs, i, [4, 5], 2, max_tokens=LONG, stop=[]) for i in range(4)]
+            going.post("cancel_future", 204, request_id=gone[0]["request_id"])  # before it has begun
+            staying.post("cancel_future", 410, request_id=gone[1]["request_id"])  # another's is nothing
+        assert begun.wait(60) and slices == [6]
+        for ticket in gone[1:]:
+            going.post("cancel_future", 204, request_id=ticket["request_id"])
+            going.post("cancel_future", 204, request_id=ticket["request_id"])
+        go.set()
+        found = [drawn(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
+        for rows, expected in zip(found, alone, strict=True):
+            assert [(tokens, reason) for tokens, _, reason in rows] == [(tokens, reason) for tokens, _, reason in expected]
+            for (_, got, _), (_, wanted, _) in zip(rows, expected, strict=True):
+                np.testing.assert_allclose(np.frombuffer(got, "<f4"), np.frombuffer(wanted, "<f4"), atol=1e-5)
+        assert until(lambda: not one.desk._streams), "something is drawn still"
+        assert set(slices[1:]) <= {3, 2, 1, 0}, f"requests in each slice after they had gone: {slices}"
+        assert len(slices) <= 6, f"{len(slices)} slices of 16 tokens for 40"
+        tokens = sum(len(one) // 4 for rows in found for one, _, _ in rows)
+        assert one.desk.tally.value("sampled_tokens_total") - before == tokens
+        for ticket in gone:
+            assert going.wait(ticket)["category"] == "user"
+        gc.collect()
+        assert not one.desk.turns._held and not kept, "what was asked for is kept"
+        assert drawn(going.sample(theirs, 50, [4, 5], 1, seed=1)) == drawn(going.sample(theirs, 51, [4, 5], 1, seed=1))
+
+
+def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path):
+    with server(tmp_path, token_budget=32) as one:
+        a, b = Wire(one), Wire(one)
+        a.open(), b.open()
+        steps = []
+        for wires, cancels in ((a, True), (b, False)):
+            model = wires.model()
+            asked, step = wires.ask(model, 1, texts(60)), wires.step(model, 2)
+            for ticket in (asked, step) if cancels else ():
+                wires.post("cancel_future", 204, request_id=ticket["request_id"])
+            steps.append((wires.output(asked)[1], wires.wait(step)))
+        assert steps[0] == steps[1]
+
+
+def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
+    with server(tmp_path, queued=5) as one:
+        wires = Wire(one)
+        wires.open()
+        sampler = wires.sampler(wires.model(), 1)
+        with held(one):
+
+            def ask(first):
+                body = {"sampling_session_id": sampler, "num_samples": 1, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]}}
+                asked = [wires.http.post("/api/v1/asample", json={**body, "seq_id": first + i}) for i in range(6)]
+                return [answer.json()["request_id"] for answer in asked if answer.status_code == 200]
+
+            taken = ask(0)
+            assert len(taken) == 2 and not ask(10)  # half of the four that the one that holds the desk leaves
+            for request_id in taken:
+                wires.post("cancel_future", 204, request_id=request_id)
+            assert len(ask(20)) == 2
+        assert until(lambda: len(one.desk.turns) == 0)
+
+
+def _over_http(one, work):
+    async def within():
+        transport = httpx.ASGITransport(one.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": KEYS[0]}) as http:
+            return await work(http)
+
+    return asyncio.run(within())
+
+
+def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(tmp_path):
+    with server(tmp_path, keys=KEYS) as one:
+        slices, draw = [], one.desk._draw
+
+        def slowly(drawing):
+            slices.append(drawing)
+            time.sleep(0.1)  # so that the loop that answers has its turn between two slices
+            draw(drawing)
+
+        one.desk._draw = slowly
+        prompts = [[5, 6 + i] for i in range(30)]
+
+        def ask(*more):
+            many = {"model": BASE, "prompt": [*prompts, *more], "max_tokens": LONG, "seed": 1}
+            answer = _over_http(one, lambda http: http.post("/v1/completions", json=many))
+            assert until(lambda: not one.desk._streams)
+            return answer, len(slices)
+
+        answer, few = ask([5, 500])
+        assert answer.status_code == 400 and "500" in answer.text
+        answer, all_of_it = ask()
+        assert answer.status_code == 200 and few <= 3 and all_of_it - few >= 8, (few, all_of_it)
+        fine = _over_http(one, lambda http: http.post("/v1/completions", json={"model": BASE, "prompt": [5, 6], "max_tokens": 2}))
+        assert fine.status_code == 200
+
+
+def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
+    """An answer that is being drawn for a connection that ended: the sample leaves, and its place is free."""
+    with server(tmp_path, keys=KEYS) as one:
+        began, draw = threading.Event(), one.desk._draw
+
+        def slowly(drawing):
+            began.set()
+            time.sleep(0.15)
+            draw(drawing)
+
+        one.desk._draw = slowly
+        sent, hung_up = [], asyncio.Event
+
+        async def hang_up():
+            gone = asyncio.Event()
+            body = b'{"model": "%s", "prompt": [5, 6], "n": 4, "max_tokens": 240, "stop": []}' % BASE.encode()
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive():
+                if messages:
+                    return messages.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                sent.append(message)
+
+            path = "/v1/completions"
+            scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "http_version": "1.1",
+                     "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1), "root_path": ""}  # fmt: skip
+            answering = asyncio.create_task(one.app(scope, receive, send))
+            await asyncio.to_thread(began.wait, 60)
+            gone.set()
+            await answering
+
+        asyncio.run(hang_up())
+        assert hung_up and sent[0]["status"] == 499
+        assert until(lambda: not one.desk._streams), "it is drawn still"
+        assert one.desk.tally.value("sampled_tokens_total") == 0 and not one.desk.turns._held
+
+
+def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
+    promises = Promises(0.2)
+    waiting = promises.add(Promise("never", "a", "sample"))
+    for i in range(5):
+        promises.add(Promise(f"{i}", "a", "sample")).done.set_result(bytes(1000))
+    asked = promises.find("0", "a")
+    asked.told = time.monotonic() + 60  # told just now, say
+    time.sleep(0.05)
+    promises.add(Promise("late", "a", "sample"))
+    assert len(promises) == 7, "an answer can be asked for again for a while"
+    time.sleep(0.3)
+    promises.add(Promise("later", "a", "sample"))
+    assert len(promises) == 4 and promises.find("0", "a") is asked and promises.find("never", "a") is waiting
+
+
+def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
+    with server(tmp_path, keys=KEYS, result_seconds=0.3) as one:
+        careless, other = (Wire(one, key) for key in KEYS)
+        careless.open(), other.open()
+        model, theirs = careless.model(), other.model()
+        sampler = careless.sampler(model, 1)
+        early = careless.step(model, 90)  # a number whose turn never comes
+        for i in range(6):
+            careless.ask_sample(sampler, i, [4, 5])
+            careless.ask(model, 2 + i, rewarded(), "importance_sampling", forward_only=True)
+        assert until(lambda: len(one.desk.turns) == 0 and not one.desk._streams)
+        other.output(other.ask(theirs, 1, texts(), forward_only=True))
+        time.sleep(0.4)
+        other.output(other.ask(theirs, 2, texts(), forward_only=True))
+        time.sleep(0.4)
+        other.ask(theirs, 3, texts(), forward_only=True)
+        kept = {promise.request_id for promise in one.promises._all.values()}
+        assert early["request_id"] in kept and not any(":sample:" in name for name in kept) and len(kept) <= 4, kept

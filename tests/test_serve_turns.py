@@ -1,0 +1,191 @@
+"""Whose turn it is and who waits: a sample for one slice of others' training, a tenant in its own part of the queue."""
+
+import threading
+import time
+
+import numpy as np
+from serving import Wire, server
+from test_serve import KEYS, rewarded, texts
+from test_serve_limits import held
+
+from rl.clients import SampleStream
+from rl.serve.refusals import Refused
+from rl.serve.turns import Job, SampleJob, Turns
+
+
+def nothing():
+    yield
+
+
+def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
+    """Slices are counted: the one that runs when a sample comes, and those that begin before its first token is drawn."""
+    with server(tmp_path, keys=KEYS, token_budget=32) as one:
+        training, sampling = (Wire(one, key) for key in KEYS)
+        training.open(), sampling.open()
+        models = [training.model(i, seed=i) for i in range(3)]  # which take turns among themselves
+        sampler = sampling.sampler(sampling.model(), 1)
+        expected = [sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)]
+        begun, running, came, waited = [0], [0], {}, {}
+        slice_, add, draw = one.desk._slice, one.desk.turns.add_sample, SampleStream.add
+
+        def counting(job):
+            begun[0] += 1
+            running[0] = 1
+            slice_(job)
+            running[0] = 0
+
+        def coming(job):
+            came[id(job.arguments["sampling_params"])] = (begun[0], running[0])
+            add(job)
+
+        def drawing(stream, request, client=None):  # its first tokens are drawn in the slice of samples that follows at once
+            before, ran = came[id(request.params)]
+            waited[id(request.params)] = begun[0] - before + ran
+            return draw(stream, request, client)
+
+        monkeypatch.setattr(one.desk, "_slice", counting)
+        monkeypatch.setattr(one.desk.turns, "add_sample", coming)
+        monkeypatch.setattr(SampleStream, "add", drawing)
+        asked = [training.ask(model, 1, texts(100, i)) for i, model in enumerate(models)]
+        owner, drawn = one.book.models[models[0]].owner, []
+        kept = [one.promises.find(ask["request_id"], owner) for ask in asked]
+        for i in range(12):
+            drawn.append(sampling.sample(sampler, 100 + i, [4, 5 + i], seed=i).sequences[0].tokens)
+            assert not all(promise.done.done() for promise in kept), "training ended before the samples were asked for"
+            time.sleep(0.004 * (i % 3))  # so that they come at different moments of a slice
+        assert drawn == expected and len(waited) == 12
+        assert max(waited.values()) <= 1, f"slices that each sample waited for: {sorted(waited.values())}"
+        assert sum(waited.values()) >= 6, "too little trained meanwhile to tell"
+        for ask in asked:
+            training.output(ask)
+
+
+def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
+    """However long the slice: nothing else begins in between, though two models' work waits."""
+    with server(tmp_path, token_budget=32) as one:
+        wires = Wire(one)
+        wires.open()
+        models = [wires.model(i, seed=i) for i in range(2)]
+        sampler = wires.sampler(models[0], 1)
+        order, within, go = [], threading.Event(), threading.Event()
+        slice_, draw = one.desk._slice, one.desk._draw
+
+        def slow(job):
+            order.append("train")
+            if len(order) == 3:
+                within.set()
+                assert go.wait(60)
+            slice_(job)
+
+        monkeypatch.setattr(one.desk, "_slice", slow)
+        monkeypatch.setattr(one.desk, "_draw", lambda drawing: (order.append("draw"), draw(drawing)))
+        asked = [wires.ask(models[0], 2, texts(60)), wires.ask(models[1], 1, texts(60))]
+        assert within.wait(60)
+        drawn = wires.ask_sample(sampler, 0, [4, 5], max_tokens=2)
+        go.set()
+        assert len(wires.wait(drawn, "SampleResponse").sequences) == 1
+        assert order[:4] == ["train", "train", "train", "draw"], order[:8]
+        for ask in asked:
+            wires.output(ask)
+
+
+def test_no_tenant_fills_the_queue_while_there_are_others():
+    turns = Turns(16)
+    turns.others = lambda tenant: True
+
+    def fill(tenant, add):
+        count = 0
+        while True:
+            try:
+                turns.check_room(tenant)
+            except Refused as refused:
+                assert refused.status == 429 and refused.retry_after
+                return count
+            add(tenant)
+            count += 1
+
+    def job(tenant):
+        turns.add(Job(tenant, f"{tenant}'s", "work", nothing))
+
+    def sample(tenant):
+        turns.add_sample(SampleJob(tenant, lambda: None, {}))
+
+    assert [fill("a", job), fill("b", sample), fill("c", job), fill("d", sample)] == [8, 4, 2, 1], "half of what others leave"
+    assert len(turns.samples()) == 5 and fill("b", sample) == 3, "what has left makes room"
+    for _ in range(8):
+        while (taken := turns.next()).owner != "a":
+            pass
+        turns.finish(taken)
+    assert fill("a", job) == 5  # of 16, 3 and 2 are others'
+    jobs, samples = turns.drain()
+    assert (len(jobs), len(samples), len(turns)) == (7, 3, 0) and fill("d", job) == 8
+    turns = Turns(16)
+    assert fill("a", job) == 16, "nobody else is there"
+
+
+def test_one_key_that_floods_refuses_itself_alone(tmp_path):
+    """Samples, work and numbers whose turn has not come are counted together, of all its models."""
+    with server(tmp_path, keys=KEYS, queued=12) as one:
+        flood, calm = (Wire(one, key) for key in KEYS)
+        flood.open(), calm.open()
+        models, mine = [flood.model(i) for i in range(2)], calm.model()
+        sampler = flood.sampler(models[0], 1)
+        expected = calm.output(calm.ask(mine, 1, rewarded(), "importance_sampling"))
+        with held(one):
+            taken, refused = [], []
+
+            def send(path, **body):
+                answer = flood.http.post(f"/api/v1/{path}", json=body)
+                (taken if answer.status_code == 200 else refused).append(answer)
+
+            for i in range(20):
+                adam = {"adam_params": {"learning_rate": 0.0}}
+                if i % 4 == 0:
+                    send("asample", sampling_session_id=sampler, seq_id=i, num_samples=1, sampling_params={"max_tokens": 2},
+                         prompt={"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]})  # fmt: skip
+                elif i % 4 == 1:
+                    send("optim_step", model_id=models[0], seq_id=2 + i // 4, **adam)
+                else:  # whose number comes too early
+                    send("optim_step", model_id=models[1], seq_id=50 + i, **adam)
+            assert len(taken) == 5 and len(refused) == 15  # half of the 11 that are left beside what holds the desk
+            assert all(one.status_code == 429 and "your part" in one.text and one.headers["retry-after"] == "1" for one in refused)
+            asked = calm.ask(mine, 2, rewarded(), "importance_sampling")
+            forward = calm.ask(mine, 3, rewarded(), "importance_sampling", forward_only=True)
+        found = calm.output(asked)
+        assert found[1] == expected[1] and all(np.array_equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+        calm.output(forward)
+        flood.post(f"sessions/{flood.session}/finish", 204)
+        calm.wait(calm.step(mine, 4))
+        assert not one.desk.turns._held and not one.desk.turns._early and len(one.desk.turns) == 0
+
+
+def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
+    with server(tmp_path, queued=9) as one:
+        alone = Wire(one)
+        alone.open()
+        model = alone.model()
+
+        def steps(wires, model, begin, count=12):
+            codes = []
+            for i in range(count):
+                body = {"model_id": model, "seq_id": begin + i, "adam_params": {"learning_rate": 0.0}}
+                codes.append(wires.http.post("/api/v1/optim_step", json=body).status_code)
+            return codes.count(200)
+
+        gate, begun = threading.Event(), threading.Event()
+
+        def hold():
+            begun.set()
+            gate.wait(60)
+            yield
+
+        one.desk.submit("local", "hold", "hold", hold, tenant=alone.session)
+        assert begun.wait(60)
+        assert steps(alone, model, 1) == 8  # of nine, one holds the desk
+        gate.set()
+        alone.wait(alone.step(model, 9))
+        other = Wire(one)
+        other.open()
+        second = other.model()
+        with held(one):
+            assert steps(alone, model, 10) == 4 and steps(other, second, 1) == 2
