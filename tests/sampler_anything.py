@@ -12,7 +12,7 @@ import torch
 from sampler_models import tiny_model
 from test_sampler_paged import check
 
-from rl.sampler import Engine, PagedEngine, Request, SteppedEngine, make_decoder
+from rl.sampler import Engine, Kept, PagedEngine, Request, SteppedEngine, make_decoder
 from rl.types import SampledSequence, SamplingParams
 
 EOS = (3,)
@@ -114,12 +114,15 @@ class Asked:
 KINDS = ("plain", "paged", "stepped")
 
 
-def engine_of(kind: str, decoder: Any, rng: np.random.Generator, most: int, page: int, version: int = 0) -> Engine:
+def engine_of(
+    kind: str, decoder: Any, rng: np.random.Generator, most: int, page: int, version: int = 0, kept: Kept | None = None
+) -> Engine:
     """An engine with room for little more than one request."""
     pages, max_rows, look = int(rng.integers(1, 24)), int(rng.integers(1, 12)), int(rng.integers(1, 10))
     if kind == "plain":
         return Engine(decoder, EOS, Letters(), kv_cache_tokens=2 * most + page * pages, max_rows=max_rows, version=version)
     settings: dict[str, Any] = dict(kv_cache_tokens=page * (-(-most // page) + pages), max_rows=max_rows, page=page, version=version)
+    settings["kept"] = kept
     if kind == "stepped":
         return SteppedEngine(decoder, EOS, Letters(), look=look, **settings)
     return PagedEngine(decoder, EOS, Letters(), **settings)
@@ -136,7 +139,8 @@ class Play:
         self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
         self.asked = Asked(asking, alone, self.most)
         self.version, self.decoder = 0, decoders[0]
-        self.engine = engine_of(kind, decoders[0], self.rng, self.most, self.page)
+        self.between = Kept()  # what an engine that is left leaves to the next
+        self.engine = engine_of(kind, decoders[0], self.rng, self.most, self.page, kept=self.between)
         self.place: dict[int, int] = {}  # of an engine's request among those made
         self.finished: dict[int, list[SampledSequence]] = {}
         self.first_seen: dict[int, int] = {}  # the version when it was asked
@@ -201,7 +205,9 @@ class Play:
         unfinished = self.engine.unfinished()
         assert [self.place.get(number) for number, _ in unfinished] == list(self.place.values())
         self._count()
-        self.engine = engine_of(self.kind, self.decoder, self.rng, self.most, self.page, self.version)
+        if isinstance(self.engine, PagedEngine):
+            self.engine.close()
+        self.engine = engine_of(self.kind, self.decoder, self.rng, self.most, self.page, self.version, self.between)
         places, self.place = list(self.place.values()), {}
         for place, (_, request) in zip(places, unfinished, strict=True):
             self._ask(request, place)

@@ -165,3 +165,31 @@ def test_steps_between_two_looks_wait_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
+    """CPU twin: test_sampler_kept.py. To the bit what an engine draws that captured its graphs for these weights."""
+    from rl.sampler import Kept, Request, SteppedEngine
+    from rl.sampler.step_graphs import Steps
+    from rl.types import SamplingParams
+
+    captured, capture = [], Steps._capture
+    monkeypatch.setattr(Steps, "_capture", lambda self, rows, shared: captured.append((rows, shared)) or capture(self, rows, shared))
+
+    def drawn(kept):
+        engine = SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, kept=kept)
+        for i in range(6):
+            engine.add(Request(prompt=list(range(1, 250 + 20 * i)), num_samples=4, params=SamplingParams(max_tokens=60), problem=i))
+        found = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
+        engine.close()
+        return found
+
+    decoder, between, counts = small_decoder(), Kept(), []
+    for _ in range(3):
+        name = "model.layers.1.mlp.down_proj.weight"
+        decoder.load_([(name, decoder.weights.view(name) * 1.05)])
+        mine = drawn(between)
+        counts.append(len(captured))
+        assert mine == drawn(None)
+        del captured[counts[0] :]
+    assert counts[0] > 3 and counts[1] == counts[2] == counts[0]
