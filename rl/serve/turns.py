@@ -168,6 +168,7 @@ class Turns:
                         self._owners.setdefault(owner, OrderedDict())[lane] = deque([jobs.popleft()])
                         self._waiting += 1
                     taken += jobs
-            for one in (*taken, *samples):
+            gone: list[Job | SampleJob] = [*taken, *samples]
+            for one in gone:
                 self._left(one)
             return taken, samples
