@@ -168,6 +168,8 @@ class Turns:
                         self._owners.setdefault(owner, OrderedDict())[lane] = deque([jobs.popleft()])
                         self._waiting += 1
                     taken += jobs
-            for one in (*taken, *samples):
-                self._left(one)
+            for job in taken:
+                self._left(job)
+            for sample in samples:
+                self._left(sample)
             return taken, samples
