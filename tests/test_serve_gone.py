@@ -136,9 +136,13 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
 
         def ask(*more):
             many = {"model": BASE, "prompt": [*prompts, *more], "max_tokens": LONG, "seed": 1}
-            answer = _over_http(one, lambda http: http.post("/v1/completions", json=many))
-            assert until(lambda: not one.desk._streams)
-            return answer, len(slices)
+
+            async def asked(http):  # whose loop goes on as a server's does: what it has forgotten is drawn to its end
+                answer = await http.post("/v1/completions", json=many)
+                assert await asyncio.to_thread(until, lambda: not one.desk._streams)
+                return answer
+
+            return _over_http(one, asked), len(slices)
 
         answer, few = ask([5, 500])
         assert answer.status_code == 400 and "500" in answer.text

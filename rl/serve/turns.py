@@ -168,7 +168,8 @@ class Turns:
                         self._owners.setdefault(owner, OrderedDict())[lane] = deque([jobs.popleft()])
                         self._waiting += 1
                     taken += jobs
-            gone: list[Job | SampleJob] = [*taken, *samples]
-            for one in gone:
-                self._left(one)
+            for job in taken:
+                self._left(job)
+            for sample in samples:
+                self._left(sample)
             return taken, samples
