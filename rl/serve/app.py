@@ -50,7 +50,7 @@ def refusal(status: int, message: str, retry_after: float | None = None) -> Json
     """An error in a form that both protocols' clients show."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"detail": message, "error": {"message": message, "type": kind, "code": status}}
+    body = {"detail": message, "error": {"message": message, "type": kind, "param": None, "code": status}}
     return JsonAnswer(body, status_code=status, headers=headers)
 
 
