@@ -46,7 +46,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
         monkeypatch.setattr(one.desk, "_slice", counting)
         monkeypatch.setattr(one.desk.turns, "add_sample", coming)
         monkeypatch.setattr(SampleStream, "add", drawing)
-        asked = [training.ask(model, 1, texts(40, i)) for i, model in enumerate(models)]
+        asked = [training.ask(model, 1, texts(150, i)) for i, model in enumerate(models)]
         owner, drawn = one.book.models[models[0]].owner, []
         kept = [one.promises.find(ask["request_id"], owner) for ask in asked]
         for i in range(12):

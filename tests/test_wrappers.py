@@ -14,7 +14,7 @@ import pytest
 from rl.environments import EnvironmentGroup, Limits, resolve_environment
 from rl.environments.wrappers.sessions import Session
 from rl.environments.wrappers.tinker import TinkerGroup
-from rl.episodes import rollout
+from rl.episodes import EpisodeFailed, rollout
 from rl.errors import UserError
 from rl.models import load_model
 from rl.renderers import get_renderer
@@ -566,7 +566,9 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
     rows = spec.make().rows("test", 2)
     group = spec.token_level(Problem((), rows[1], index=7), 4, renderer)
     assert isinstance(group, TinkerGroup) and group.problem_index == 7
-    with pytest.raises(UserError, match="an EnvGroupBuilder is expected"):
-        resolve_environment("tinker", builders=f"{path}:nothing").token_level(Problem((), rows[0]), 4, renderer)
+    none = resolve_environment("tinker", builders=f"{path}:nothing").token_level(Problem((), rows[0]), 4, renderer)
+    (env,) = none.make_envs()  # its one episode says why there is none
+    with pytest.raises(EpisodeFailed, match="returned 3; an EnvGroupBuilder is expected"):
+        env.initial_observation().result()
     with pytest.raises(UserError, match="did you mean builders"):
         resolve_environment("tinker", builders=f"{path}:builder").make()
