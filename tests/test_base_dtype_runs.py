@@ -60,6 +60,7 @@ def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_in", LOW)
 def test_what_is_sampled_is_what_is_trained_and_the_run_proves_it(held_in, base, tmp_path):
     """The self-test at start is on; the KL is to the base with the adapter off."""

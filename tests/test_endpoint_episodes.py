@@ -132,6 +132,7 @@ def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_what_a_program_starts_ends_with_it(play, tmp_path):
     """A daemon in a session of its own, of a program that ends, and of one that hangs."""
     pids = tmp_path / "pids"

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 ROUNDING = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
+@pytest.mark.slow
 def test_the_step_in_the_interpreter():
     run_interpreted(__file__, "not gpu")
 

@@ -56,6 +56,7 @@ def python(code: str, *words: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code.format(repo=str(REPO)), *words], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "killed", "says goodbye"])
 def test_a_watcher_ends_with_a_stopped_or_killed_drummer_and_not_with_one_that_says_goodbye(how):
     with python(DRUMMER, "say goodbye" if how == "says goodbye" else "") as drummer:

@@ -102,6 +102,7 @@ def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(mine):
     assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in found[2].error
 
 
+@pytest.mark.slow
 def test_coroutines_wait_side_by_side_each_within_its_limit(mine):
     items = [(f"p{n}", "x" * n, None) for n in range(60)]
     for place, text in [(3, "raise"), (7, "hang"), (11, "nonsense"), (12, "exit")]:

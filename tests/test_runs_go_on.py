@@ -108,6 +108,7 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
     assert config(run)["origins"][0]["base_model"].endswith("sft-final/model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"])
 @pytest.mark.parametrize("asked", ["--lora-rank 2", ""])
 def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(adapter, base, asked, tmp_path, monkeypatch):
