@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,24 @@ from rl.types import Datum  # noqa: E402
 
 BASE = "tiny:ascii-small"
 PROTOBUF = "application/x-protobuf"
+
+
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """What is asked for within waits, however busy the machine is, and is there together when the desk's thread goes on."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold() -> Iterator[None]:
+        begun.set()
+        gate.wait(60)
+        yield
+
+    served.desk.submit("local", "hold", "hold", hold)
+    assert begun.wait(60)
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 @contextmanager

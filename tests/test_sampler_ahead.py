@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
-from test_sampler_stepped import answers, same, workload
+from test_sampler_stepped import answers, same, tight
 
 from rl.sampler import Engine, Request, SteppedEngine, make_decoder
 from rl.sampler.cache_paged import PagedState
@@ -119,11 +119,7 @@ def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, seed):
     """Groups, stops, temperatures, few pages, few places; a look too early would see the last one's tokens."""
-    rng = np.random.default_rng(seed)
-    requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
-    most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
-    limits = dict(kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12)))
-    engine = SteppedEngine(decoder, (3,), page=page, look=int(rng.integers(1, 10)), **limits)
+    engine, requests = tight(np.random.default_rng(seed), decoder)
     same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
     assert engine.looks == events.count("launched") == events.count("waited")
 

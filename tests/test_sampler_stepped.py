@@ -41,15 +41,20 @@ def workload(rng: np.random.Generator, vocab: int) -> list[Request]:
     return requests
 
 
+def tight(rng: np.random.Generator, decoder) -> tuple[SteppedEngine, list[Request]]:
+    """Requests, and an engine of few pages and few places for them."""
+    requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
+    most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
+    limits = dict(kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12)))
+    return SteppedEngine(decoder, (3,), page=page, look=int(rng.integers(1, 10)), **limits), requests
+
+
 def random_workloads(decoder, seeds) -> tuple[int, int, int]:
     """Through both engines; how often rows waited, how often the host looked, how many steps there were."""
     waited, looks, steps = 0, 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
-        most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
-        limits = dict(kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12)))
-        engine = SteppedEngine(decoder, (3,), page=page, look=int(rng.integers(1, 10)), **limits)
+        engine, requests = tight(rng, decoder)
         same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
         tables = engine._state.tables
         assert tables.pool.free == len(tables.pool.held) and not tables.rows

@@ -4,13 +4,12 @@ import asyncio
 import base64
 import gc
 import shutil
-import threading
 import time
 
 import numpy as np
 import pytest
 from seeing import chunk, spelt
-from serving import BASE, PROTOBUF, Wire, datum_message, server
+from serving import BASE, PROTOBUF, Wire, datum_message, held, server
 
 from rl.clients import ServiceClient, WorkerSettings
 from rl.images import reader_of
@@ -340,20 +339,11 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
         wires = Wire(one)
         wires.open()
         model = wires.model()
-        held, gate = threading.Event(), threading.Event()
-
-        def hold():
-            held.set()
-            gate.wait(30)
-            yield
-
-        one.desk.submit("local", "hold", "hold", hold)
-        assert held.wait(10)
-        kept = [wires.step(model, 1)]
-        refused = wires.http.post("/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}})
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        gate.set()
-        wires.wait(kept[0])
+        with held(one):
+            kept = wires.step(model, 1)
+            refused = wires.http.post("/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}})
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        wires.wait(kept)
         assert wires.wait(wires.step(model, 2))["metrics"]["skipped"] == 1.0
 
 

@@ -8,9 +8,8 @@ import weakref
 
 import httpx
 import numpy as np
-from serving import BASE, Wire, server
+from serving import BASE, Wire, held, server
 from test_serve import KEYS, rewarded, texts
-from test_serve_limits import held
 
 from rl.serve.promises import Promise, Promises
 from rl.serve.turns import SampleJob

@@ -3,33 +3,14 @@
 import asyncio
 import threading
 import time
-from contextlib import contextmanager
 
 import httpx
 import pytest
-from serving import BASE, Wire, server
+from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 
 from rl.serve import desk
 from rl.serve.tenants import end_session
-
-
-@contextmanager
-def held(served):
-    """The desk's thread is at work on something else, until the end of the block."""
-    begun, gate = threading.Event(), threading.Event()
-
-    def hold():
-        begun.set()
-        gate.wait(60)
-        yield
-
-    served.desk.submit("local", "hold", "hold", hold)
-    assert begun.wait(60)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):

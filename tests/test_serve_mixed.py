@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import random_datums
 from sampler_models import one_thread  # noqa: F401
-from serving import BASE, PROTOBUF, Wire, server
+from serving import BASE, PROTOBUF, Wire, held, server
 
 from rl.clients import SampleStream, ServiceClient, WorkerSettings
 from rl.clients.settings import SamplerSettings
@@ -112,24 +109,6 @@ def test_what_cannot_be_mixed_says_so(service, tmp_path):
 def learn(client: Wire, model: str, seq: int, **params: float) -> None:
     client.wait(client.ask(model, seq, random_datums(3, seed=seq), "importance_sampling"))
     client.wait(client.step(model, seq + 1, **params))
-
-
-@contextmanager
-def held(served) -> Iterator[None]:
-    """What is asked for within waits, however busy the machine is, and is there together when the desk's thread goes on."""
-    begun, gate = threading.Event(), threading.Event()
-
-    def hold():
-        begun.set()
-        gate.wait(60)
-        yield
-
-    served.desk.submit("local", "hold", "hold", hold)
-    assert begun.wait(60)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def drawn(message) -> list[tuple[list[int], np.ndarray]]:

@@ -4,9 +4,8 @@ import threading
 import time
 
 import numpy as np
-from serving import Wire, server
+from serving import Wire, held, server
 from test_serve import KEYS, rewarded, texts
-from test_serve_limits import held
 
 from rl.clients import SampleStream
 from rl.serve.refusals import Refused
