@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from whole_runs import updates_end_while_answers_are_drawn
 
 from rl.clients import SamplingClient
 from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
@@ -139,7 +140,8 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
 
 @pytest.mark.slow
 def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit_for_bit(trained):
-    first = trained("async", LATE)
+    with updates_end_while_answers_are_drawn():
+        first = trained("async", LATE)
     rows = metrics(first)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["async/age/max"] for row in rows) in (1, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_architectures import datums, learnt, make_learner
 from test_asynchronous import ENVIRONMENT, same
-from whole_runs import train, two_and_two
+from whole_runs import train, two_and_two, updates_end_while_answers_are_drawn
 
 from bench.tiny_models import VOCAB, tiny_model
 from rl.data.rollouts import load_rollouts
@@ -262,7 +262,8 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
              f"--keep-last 9 --rollouts-every 1 --environment {tmp_path}/uneven.py:Uneven --environment-isolation thread --renderer plain "
              f"--learning-rate 1e-2 --no-self-test --router-replay {how}")  # fmt: skip
-    rows = train(words, tmp_path / "first")
+    with updates_end_while_answers_are_drawn():
+        rows = train(words, tmp_path / "first")
     told = rollouts(tmp_path / "first")
     assert all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in told) and len(told) > 4 * 4 * 2
     assert any("versions" in turn for turn in told)  # new weights came while it was drawn

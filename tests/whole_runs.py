@@ -1,6 +1,9 @@
 """Whole runs in this process, for tests of methods."""
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import learning
@@ -8,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl.episodes import Flow
 from rl.methods import METHODS
 from rl.run import execute as run
 from rl.run import stage
@@ -29,6 +33,33 @@ def train(words: str, folder: Path) -> list[dict]:
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = [f for model in (folder / "checkpoints").glob("*-final/model") for f in model.glob("*.safetensors")]
     return load_file(str(file))
+
+
+@contextmanager
+def updates_end_while_answers_are_drawn() -> Iterator[None]:
+    """However fast this machine samples or learns: sampling waits for the update where an answer is half drawn, and an update has ended
+    for the one who ticks only once an answer is half drawn, or where none will be."""
+
+    def tick(flow: Flow):
+        def half_drawn() -> bool:
+            return any(request.begun is not None and request.begun.tokens for request in flow.seats[None].stream.unfinished().values())
+
+        def ended() -> bool:
+            return learned() and (half_drawn() or not (flow.seats[None].stream.busy or len(flow.waiters)))
+
+        learned = flow.learned
+        while flow.learning() and not learned() and flow.landed() is None and half_drawn():
+            time.sleep(0.001)
+        flow.learned = ended
+        try:
+            return ticked(flow)
+        finally:
+            flow.learned = learned
+
+    ticked = Flow.tick
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flow, "tick", tick)
+        yield
 
 
 class _Cut(Exception):
