@@ -37,7 +37,7 @@ from scaling_page import draw, show, write_csv  # noqa: E402
 
 from rl.memory.given import Held, Launch, ModelShape, Work  # noqa: E402
 from rl.memory.plan import GIB, REUSE, ROOM, plan  # noqa: E402
-from rl.memory.step import micro_batch, sampled_at_once  # noqa: E402
+from rl.memory.step import micro_batch, pool_pages, sampled_at_once  # noqa: E402
 
 RESULTS = HERE / "results"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -211,9 +211,11 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
     groups = launch.world * load.answers // load.group
     lengths = {"group": load.group, "prompt": load.prompt, "answer": load.answer, "world": launch.world}
     batch = micro_batch(groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths)
-    drawn = {**lengths, "world": launch.world // launch.team}
-    prompts, rows = sampled_at_once(groups=groups, kv_cache_tokens=262_144, max_rows=1024, **drawn)
-    return Work(batch=batch, samples=True, prompts=prompts, prompt=load.prompt, rows=rows, answer=load.answer)
+    drawn = {**lengths, "groups": groups, "kv_cache_tokens": 262_144, "max_rows": 1024, "world": launch.world // launch.team}
+    in_pages = shape.fast and launch.cuda and launch.team == 1  # as rl.run.plan_needs has it: what a trial on the device chooses
+    prompts, rows = sampled_at_once(**drawn, paged=in_pages)
+    pages = pool_pages(**drawn, streams=False) if in_pages else 0
+    return Work(batch=batch, samples=True, prompts=prompts, prompt=load.prompt, rows=rows, answer=load.answer, pages=pages)
 
 
 def launch_name(launch: Launch) -> str:

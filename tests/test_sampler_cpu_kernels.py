@@ -62,17 +62,20 @@ def attention_inputs(rows=7, heads=6, key_heads=3, width=32):
     }
 
 
-def test_attend_against_float64_row_by_row(kernels):
-    inputs = attention_inputs()
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("width", [8, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("repeat", [1, 2, 3, 4, 7, 8])
+def test_attend_against_float64_row_by_row(kernels, repeat, width, normed):
+    rows, key_heads, heads = 7, 3, 3 * repeat
+    inputs = attention_inputs(rows, heads, key_heads, width) | ({} if normed else {"norm_qk": None})
     before = inputs["row_kv"].clone()
     got = kernels.attend(**inputs).double()
-    rows, heads, key_heads, width = 7, 6, 3, 32
-    norm_q, norm_k = inputs["norm_qk"].double().split(width)
+    norm_q, norm_k = inputs["norm_qk"].double().split(width) if normed else (None, None)
     for n in range(rows):
         cos, sin = inputs["rope"].double()[:, inputs["position_N"][n]]
 
         def turned(x, weight, cos=cos, sin=sin):
-            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+            x = x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
             return x * cos + x.roll(width // 2, -1) * sin
 
         x = inputs["qkv_NX"][n].double().view(-1, width)

@@ -348,3 +348,36 @@ def test_prompt_batches_hold_every_prompt_once_within_the_bound():
         longest = max(lengths[i] for i in batch)
         assert longest * len(batch) <= 1000
         assert all(lengths[i] * 4 >= longest * 3 or lengths[i] >= longest - 16 for i in batch)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_last_layer_goes_on_with_last_positions_alone_where_nobody_reads_the_others(adapters):
+    model = tiny_model("qwen3")
+    model = add_lora(model, ["q_proj", "o_proj", "down_proj"]) if adapters else model
+    decoder, prompts = make_decoder(model), random_prompts([9, 3, 9])
+    seen, last, shown = list[int](), decoder.layers[-1], list[torch.Tensor]()
+    found, plain = [], type(last.down)._product
+
+    def product(one, x):
+        if one is last.down:
+            seen.append(x.shape[:-1].numel())
+        return plain(one, x)
+
+    for reader in (None, lambda start, logits: shown.append(logits)):
+        state = decoder.new_state(1000)
+        state.reserve(3, 9, 3, 2)
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(type(last.down), "_product", product)
+            found.append((state.prefill(prompts, [None, reader, None]), state.prompt_kv[-1].clone()))
+    assert seen == [3, 27] and len(shown) == 1 and shown[0].shape == (3, VOCAB)
+    for alone, beside in zip(*found, strict=True):
+        torch.testing.assert_close(alone, beside, rtol=1e-5, atol=1e-5)
+    for logits, prompt in zip(found[0][0], prompts, strict=True):
+        torch.testing.assert_close(logits, plain_logits(model, prompt[:-1], prompt[-1:] + [0])[-1], rtol=1e-4, atol=2e-5)
+
+
+def test_room_for_keys_and_values_is_zero_and_aligned():
+    for shape, dtype in (((2, 3, 4, 5, 6), torch.float32), ((2, 0, 4, 0, 6), torch.float32), ((7, 3), torch.bfloat16)):
+        room = cache_fast.zeros_at_need(shape, dtype)
+        assert room.shape == shape and room.dtype == dtype and not room.any() and (not room.numel() or room.data_ptr() % 64 == 0)
+        room.fill_(1)

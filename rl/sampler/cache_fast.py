@@ -7,6 +7,7 @@ Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from rl.sampler.projections import Whose
 from rl.types import PlacedImage
 
 Read = Callable[[int, Tensor], Tensor]
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class FastState(DecodeState):
         """Zeros, because what is masked must be finite."""
         a = self.decoder.architecture
         shape = (2, slots, a.key_heads, positions, a.head_width)
+        if self.decoder.device.type == "cpu":
+            return zeros_at_need(shape, self.decoder.dtype)
         return torch.zeros(shape, dtype=self.decoder.dtype, device=self.decoder.device)
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
@@ -153,11 +157,12 @@ class FastState(DecodeState):
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
 
         whose = decoder.whose([self.prompt_weights[slot] for slot in slots]) if decoder.mixes else None
-        hidden = decoder.forward(ids, decoder.rope(position_BT, int(start_B.max()) + longest), attend, whose)
+        rope = decoder.rope(position_BT, int(start_B.max()) + longest)
+        hidden = decoder.forward(ids, rope, attend, whose, (counts - 1).to(device))
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += counts.numpy()
         self._bands = None
-        return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)], whose).float()
+        return decoder.head(hidden, whose).float()
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         if self.decoder.cpu_kernels is not None:
@@ -265,3 +270,12 @@ class FastState(DecodeState):
         target, origin = torch.from_numpy(to).to(device), torch.from_numpy(source[to]).to(device)
         for block in blocks:
             block[:, target, :, :length] = block[:, origin, :, :length]
+
+
+def zeros_at_need(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU that the kernel gives page by page as they are first written, in huge pages where it has them: numpy asks for
+    both, and torch's own zeros write every page at once."""
+    size = math.prod(shape) * dtype.itemsize
+    room = torch.from_numpy(np.zeros(size + _LINE - 1, np.uint8))
+    start = -room.data_ptr() % _LINE
+    return room[start : start + size].view(dtype).view(*shape)

@@ -112,10 +112,11 @@ class PagedState(DecodeState):
             keys, values = (x.flatten(1, 2)[:, :end].transpose(1, 2).repeat_interleave(repeat, dim=1) for x in kv[:, table_BP])
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
 
-        hidden = decoder.forward(ids, decoder.rope(position_BT, int(start_B.max()) + longest), attend)
+        rope = decoder.rope(position_BT, int(start_B.max()) + longest)
+        hidden = decoder.forward(ids, rope, attend, last_B=(counts - 1).to(device))
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += counts.numpy()
-        return decoder.head(hidden[torch.arange(len(slots), device=device), (counts - 1).to(device)]).float()
+        return decoder.head(hidden).float()
 
     def copy_pages(self, copies: Sequence[tuple[int, int] | None]) -> None:
         """Of pages that several hold, before one of them writes."""

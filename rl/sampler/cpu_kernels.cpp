@@ -152,70 +152,106 @@ template <int WIDTH> struct Head {
         }
     }
 
-    static inline float scores(const float* q, const float* keys, int64_t n, int64_t d, float* to, float largest) {
+    // R query heads at once over n keys: `to` [R, stride]; each head's largest score goes into `largest`. While they are worked out, what
+    // lies at `next` (a key a position, until `ahead`) comes nearer: blocks are short, so that the processor's own guess comes late.
+    template <int R>
+    static inline void scores(const float* q, const float* keys, int64_t n, int64_t d, float* to, int64_t stride, float* largest,
+                              const float* next, int64_t ahead) {
         const int64_t D = width(d);
         for (int64_t j = 0; j < n; j++) {
             const float* k = keys + j * D;
-            float sum = 0.0f;
-            for (int64_t i = 0; i < D; i++) sum += q[i] * k[i];
-            to[j] = sum;
+            if (j < ahead)
+                for (int64_t i = 0; i < D; i += 16) __builtin_prefetch(next + j * D + i, 0, 2);
+            float sum[R] = {};
+            for (int64_t i = 0; i < D; i++)
+                for (int c = 0; c < R; c++) sum[c] += q[c * D + i] * k[i];
+            for (int c = 0; c < R; c++) to[c * stride + j] = sum[c];
         }
-        return std::max(largest, largest_of(to, n));
+        for (int c = 0; c < R; c++) largest[c] = std::max(largest[c], largest_of(to + c * stride, n));
     }
 
-    static inline void add_values(const float* p, const float* values, int64_t n, int64_t d, float* to) {
+    // to [R, D] += p [R, stride] times n values.
+    template <int R>
+    static inline void add_values(const float* p, int64_t stride, const float* values, int64_t n, int64_t d, float* to, const float* next,
+                                  int64_t ahead) {
         const int64_t D = width(d);
-        if constexpr (WIDTH > 0) {  // sums in registers
-            float sum[WIDTH > 0 ? WIDTH : 1], other[WIDTH > 0 ? WIDTH : 1];  // two of them, not to wait for one another
-            for (int i = 0; i < WIDTH; i++) sum[i] = to[i], other[i] = 0.0f;
-            int64_t j = 0;
-            for (; j + 2 <= n; j += 2)
-                for (int i = 0; i < WIDTH; i++) {
-                    sum[i] += p[j] * values[j * WIDTH + i];
-                    other[i] += p[j + 1] * values[(j + 1) * WIDTH + i];
-                }
-            if (j < n)
-                for (int i = 0; i < WIDTH; i++) sum[i] += p[j] * values[j * WIDTH + i];
-            for (int i = 0; i < WIDTH; i++) to[i] = sum[i] + other[i];
+        if constexpr (WIDTH > 0) {
+            float sum[R][WIDTH > 0 ? WIDTH : 1];  // in registers
+            for (int c = 0; c < R; c++)
+                for (int i = 0; i < WIDTH; i++) sum[c][i] = to[c * WIDTH + i];
+            for (int64_t j = 0; j < n; j++) {
+                if (j < ahead)
+                    for (int i = 0; i < WIDTH; i += 16) __builtin_prefetch(next + j * WIDTH + i, 0, 2);
+                for (int c = 0; c < R; c++)
+                    for (int i = 0; i < WIDTH; i++) sum[c][i] += p[c * stride + j] * values[j * WIDTH + i];
+            }
+            for (int c = 0; c < R; c++)
+                for (int i = 0; i < WIDTH; i++) to[c * WIDTH + i] = sum[c][i];
         } else {
             for (int64_t j = 0; j < n; j++)
-                for (int64_t i = 0; i < D; i++) to[i] += p[j] * values[j * D + i];
+                for (int c = 0; c < R; c++)
+                    for (int64_t i = 0; i < D; i++) to[c * D + i] += p[c * stride + j] * values[j * D + i];
+        }
+    }
+
+    // Where a row's keys and values of one key head lie: `before` positions of its prompt, then `own` of its response.
+    struct Seen {
+        float *prompt_k, *prompt_v, *row_k, *row_v;
+        int64_t before, own;
+        Seen(const Step& s, int64_t n, int64_t h)
+            : prompt_k(s.prompt_k.at(s.prompt_of_row[n], h)), prompt_v(s.prompt_v.at(s.prompt_of_row[n], h)), row_k(s.row_k.at(n, h)),
+              row_v(s.row_v.at(n, h)), before(s.prompt_length[s.prompt_of_row[n]]), own(s.written[n]) {}
+    };
+
+    // Query heads g to g + R of row n, whose last key is written already. `q` [R, D] and `p` [R, positions] are for what comes between.
+    template <int R>
+    static inline void heads(const Step& s, int64_t n, int64_t g, const Seen& at, const Seen& next, float* normed, float* q, float* p) {
+        const int64_t D = width(s.width), all = at.before + at.own + 1;
+        const float *x = s.qkv + (n * (s.heads + 2 * s.key_heads) + g) * D, scale = 1.0f / std::sqrt(static_cast<float>(D));
+        const float *cos = s.cos + s.position[n] * D, *sin = s.sin + s.position[n] * D;
+        float* to = s.out + (n * s.heads + g) * D;
+        float largest[R];
+        for (int c = 0; c < R; c++) {
+            norm_rotate(x + c * D, s.norm_q, s.eps, cos, sin, scale, D, normed, q + c * D);
+            largest[c] = -INFINITY;
+        }
+        scores<R>(q, at.prompt_k, at.before, D, p, all, largest, next.prompt_k, next.before);
+        scores<R>(q, at.row_k, at.own + 1, D, p + at.before, all, largest, next.row_k, next.own);
+        float total[R];
+        for (int c = 0; c < R; c++) {
+            float *one = p + c * all, sum = 0.0f;
+            for (int64_t j = 0; j < all; j++) one[j] = exp_fast(one[j] - largest[c]);
+            for (int64_t j = 0; j < all; j++) sum += one[j];
+            total[c] = sum;
+        }
+        std::fill(to, to + R * D, 0.0f);
+        add_values<R>(p, all, at.prompt_v, at.before, D, to, next.prompt_v, next.before);
+        add_values<R>(p + at.before, all, at.row_v, at.own + 1, D, to, next.row_v, next.own);
+        for (int c = 0; c < R; c++) {
+            const float inv = 1.0f / total[c];
+            for (int64_t i = 0; i < D; i++) to[c * D + i] *= inv;
         }
     }
 
     static void rows(const Step& s, int64_t first, int64_t last) {
         const int64_t D = width(s.width), r = s.heads / s.key_heads;
-        std::vector<float> scratch(3 * D), p;
+        std::vector<float> scratch(5 * D), p;
         float *normed = scratch.data(), *q = normed + D;
-        const float scale = 1.0f / std::sqrt(static_cast<float>(D));
         for (int64_t n = first; n < last; n++) {
             const float* x = s.qkv + n * (s.heads + 2 * s.key_heads) * D;
             const float *cos = s.cos + s.position[n] * D, *sin = s.sin + s.position[n] * D;
-            const int64_t prompt = s.prompt_of_row[n], before = s.prompt_length[prompt], own = s.written[n];
-            p.resize(before + own + 1);
             for (int64_t h = 0; h < s.key_heads; h++) {
-                float *keys = s.row_k.at(n, h), *values = s.row_v.at(n, h);
+                const Seen at(s, n, h);
                 const bool same = h + 1 < s.key_heads;
-                if (same || n + 1 < last) {  // blocks are short, so that the processor's own guess comes late
-                    const int64_t row = same ? n : n + 1, head = same ? h + 1 : 0, bytes = s.written[row] * D * sizeof(float);
-                    const char *k = reinterpret_cast<char*>(s.row_k.at(row, head)), *v = reinterpret_cast<char*>(s.row_v.at(row, head));
-                    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(k + i, 0, 2), __builtin_prefetch(v + i, 0, 2);
-                }
-                norm_rotate(x + (s.heads + h) * D, s.norm_k, s.eps, cos, sin, 1.0f, D, normed, keys + own * D);
-                std::memcpy(values + own * D, x + (s.heads + s.key_heads + h) * D, D * sizeof(float));
-                for (int64_t g = h * r; g < (h + 1) * r; g++) {
-                    norm_rotate(x + g * D, s.norm_q, s.eps, cos, sin, scale, D, normed, q);
-                    float largest = scores(q, s.prompt_k.at(prompt, h), before, D, p.data(), -INFINITY);
-                    largest = scores(q, keys, own + 1, D, p.data() + before, largest);
-                    float total = 0.0f;
-                    for (int64_t j = 0; j < before + own + 1; j++) p[j] = exp_fast(p[j] - largest);
-                    for (int64_t j = 0; j < before + own + 1; j++) total += p[j];
-                    float* to = s.out + (n * s.heads + g) * D;
-                    std::fill(to, to + D, 0.0f);
-                    add_values(p.data(), s.prompt_v.at(prompt, h), before, D, to);
-                    add_values(p.data() + before, values, own + 1, D, to);
-                    for (int64_t i = 0; i < D; i++) to[i] /= total;
-                }
+                Seen next(s, same ? n : std::min(n + 1, last - 1), same ? h + 1 : 0);
+                p.resize(4 * (at.before + at.own + 1));
+                norm_rotate(x + (s.heads + h) * D, s.norm_k, s.eps, cos, sin, 1.0f, D, normed, at.row_k + at.own * D);
+                std::memcpy(at.row_v + at.own * D, x + (s.heads + s.key_heads + h) * D, D * sizeof(float));
+                int64_t g = h * r;
+                const int64_t end = g + r;
+                for (; g + 4 <= end; g += 4) heads<4>(s, n, g, at, next, normed, q, p.data());
+                for (; g + 2 <= end; g += 2) heads<2>(s, n, g, at, next, normed, q, p.data());
+                for (; g < end; g++) heads<1>(s, n, g, at, next, normed, q, p.data());
             }
         }
     }

@@ -120,8 +120,14 @@ class FastForward:
         """Rows by their adapters' numbers, for the methods below; None where all rows are of the same weights."""
         return groups(numbers, self.device) if self.mixes else None
 
-    def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, whose: Whose | None = None) -> Tensor:
-        """Last hidden states [.., E], after the final norm."""
+    def forward(
+        self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, whose: Whose | None = None, last_B: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states [.., E], after the final norm.
+
+        `last_B`: of ids [B, T] only those at these positions, [B, E]: all positions leave keys and values in each layer, but in the
+        last one nobody reads what follows of the others.
+        """
         a = self.architecture
         x = self.embed(ids, whose)
         for i, layer in enumerate(self.layers):
@@ -130,7 +136,11 @@ class FastForward:
             if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
                 qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
-            x = self._together(layer.out(attend(i, q, k, v), whose)).add_(x)
+            read = attend(i, q, k, v)
+            if last_B is not None and layer is self.layers[-1]:
+                rows = torch.arange(len(ids), device=ids.device)
+                read, x = read[rows, last_B], x[rows, last_B]
+            x = self._together(layer.out(read, whose)).add_(x)
             x = self._together(layer.down(self._gated(layer.gate_up(self.rms(x, layer.norm_mlp), whose)), whose)).add_(x)
         return self.rms(x, self.norm_E)
 
@@ -186,11 +196,12 @@ class FastForward:
                 ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
             rope = self.rope(torch.arange(longest, device=self.device), longest)
             whose = self.whose([numbers[i] for i in batch]) if numbers else None
-            hidden = self.forward(ids, rope, self._prompt_attention(batch, keep), whose)
-            last = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
-            rows = torch.arange(len(batch), device=self.device)
-            logits_PV[torch.tensor(batch, device=self.device)] = self.head(hidden[rows, last], whose).float()
-            for row, i in enumerate(batch):
+            last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
+            all_read = any(readers[i] is not None for i in batch)
+            hidden = self.forward(ids, rope, self._prompt_attention(batch, keep), whose, None if all_read else last_B)
+            last = hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
+            logits_PV[torch.tensor(batch, device=self.device)] = self.head(last, whose).float()
+            for row, i in enumerate(batch if all_read else ()):
                 self._show(readers[i], hidden[row, : len(prompts[i])], [(numbers[i], None)] if numbers else None)
         return logits_PV
 
