@@ -1,7 +1,8 @@
 """Samplers that several GPUs of a machine hold together (`--sampler-tp`) in the scaling model: what they send, and how long it takes.
 
-A forward of the sampler sums [positions, D] over the team after its embedding and after attention and MLP of every layer, and puts fp32
-logits [rows, V] side by side behind its head (rl.sampler.split); after a draw the first rank's tokens and logprobs go to the others.
+A forward of the sampler sums [positions, D] over the team after its embedding and after attention and MLP of every layer ([rows, D] in
+the last), and puts fp32 logits [rows, V] side by side behind its head (rl.sampler.split); after a draw the first rank's tokens and
+logprobs go to the others.
 k: GPUs of a team, L: layers, D: hidden size, V: vocabulary.
 """
 
@@ -38,9 +39,13 @@ class Sent:
 
 
 def forward(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
-    """A forward over so many positions with logits for so many rows; `size`: bytes of a number of the hidden states."""
+    """A forward over so many positions with logits for so many rows; `size`: bytes of a number of the hidden states.
+
+    The last layer's two sums are of the positions alone whose logits are asked for.
+    """
     sums = 2 * shape.layers + 1
-    return Sent(sums + 1, float(sums * positions * shape.hidden * size), float(FP32 * rows * shape.vocab))
+    summed = (sums - 2) * positions + 2 * rows
+    return Sent(sums + 1, float(summed * shape.hidden * size), float(FP32 * rows * shape.vocab))
 
 
 def draw(rows: int) -> Sent:

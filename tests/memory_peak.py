@@ -70,7 +70,8 @@ def main(out: Path, s: dict) -> None:
     client.optim_step(adam).result()
     sampler.release()
     sampler = client.save_weights_and_get_sampling_client()
-    every = types.SamplingParams(max_tokens=s["answer"], temperature=0.8, stop=list(range(s["vocab"])))  # room for all, drawn one
+    stop = [] if s["drawn"] > 1 else list(range(s["vocab"]))  # room for all, which is taken as it is written
+    every = types.SamplingParams(max_tokens=s["answer"], temperature=0.8, stop=stop)
     futures = [
         sampler.sample(ModelInput.from_ints(rng.integers(0, 100, s["prompt"]).tolist()), s["group"], every)
         for rng in map(np.random.default_rng, range(s["groups"]))

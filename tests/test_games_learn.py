@@ -12,6 +12,7 @@ HIGH = 4  # numbers; the environment's own limit is floor(log2 4) + 1 guesses
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_guess_number_is_learnt(tmp_path):
     """bench/environments.py has the longer proofs of the other games."""
     base, data = "tiny:ascii-small", tmp_path / "games.jsonl"

@@ -30,14 +30,14 @@ REPO = Path(__file__).resolve().parent.parent
 MODEL = {"vocab_size": 16_000, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8,
          "head_dim": 64, "intermediate_size": 1536}  # fmt: skip
 WORK = {"groups": 4, "group": 4, "prompt": 64, "answer": 64, "datums": 8, "budget": 1024, "kv_cache_tokens": 100_000, "lora_rank": 0,
-        "checkpointing": False, "fused": True, "world": 1}  # fmt: skip
+        "drawn": 1, "checkpointing": False, "fused": True, "world": 1}  # fmt: skip
 
 CASES = {
     "full": {},
     "lora": {"lora_rank": 16},
     "checkpointing": {"checkpointing": True, "budget": 2048, "datums": 16},
     "plain_head": {"fused": False, "vocab_size": 48_000, "hidden_size": 256, "head_dim": 32, "intermediate_size": 768},
-    "kv_cache": {"groups": 16, "group": 16, "answer": 192, "datums": 2, "budget": 512},
+    "kv_cache": {"groups": 16, "group": 8, "answer": 96, "datums": 2, "budget": 320, "drawn": 96},
     "ddp": {"world": 2, "datums": 16},
     "zero3": {"world": 2, "datums": 16},
     "fsdp2": {"world": 2, "datums": 16},

@@ -289,6 +289,7 @@ def test_swapped_labels_score_below_a_tenth(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_the_comparison_form_learns_the_same_preferences(tmp_path):
     """Of two letters the one that the untrained judge does not prefer: which one that is hangs on its weights."""
     words = LEARNS.replace("--steps 60", "") + " --form comparison --base-model tiny:ascii --eval-limit 40 --learning-rate 3e-3"

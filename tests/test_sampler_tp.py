@@ -290,7 +290,7 @@ def trained(config: str, folder: Path, tp: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.campaign)])
 def test_a_run_draws_and_learns_the_same(config, alone, tmp_path):
     """The second step is drawn by weights that were handed over in parts."""
     folder = trained(config, tmp_path, 2)
