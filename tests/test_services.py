@@ -59,6 +59,22 @@ def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
         np.testing.assert_allclose(norm, one[name][0], rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["raises"]])
+def test_a_rank_that_has_served_does_what_it_has_to_and_leaves(words, tmp_path):
+    """Its process is not taken apart beside torch's threads; an error of its script is one still."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml")]
+    command = [*launch, "--num_processes", "2", "--main_process_port", "0", str(REPO / "tests" / "leaving_case.py"), str(tmp_path), *words]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    driver, other = ((tmp_path / rank).read_text().splitlines() for rank in "01")
+    assert driver[:2] == ["0", "finally"] and other[:3] == ["finally", "registered after", "registered before"]
+    assert (done.returncode != 0) is bool(words) and ("taken apart" in other) is bool(words)
+    if words:
+        assert "ValueError: of the script's own" in done.stderr
+    else:
+        assert driver[2:] == ["registered after", "registered before", "taken apart"]
+
+
 def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
     """From another thread, in the moment between the last service's leaving and the end of the thread that both would share."""
     made: list[Driver] = []

@@ -106,6 +106,7 @@ def serve(settings: WorkerSettings) -> None:
         if verb != ALIVE:
             _execute(desk.worker(service, verb), verb, arguments)
     desk.objects.close()
+    del desk
     distributed.shutdown()
 
 
@@ -252,6 +253,7 @@ class Crew:
             if verb == CLOSE:
                 said = lost is None and not isinstance(_beat(desk, CLOSE), RankLost)
                 desk.objects.close()
+                del desk
                 if said:
                     self._part()
                 future.set_result(None)

@@ -1,0 +1,41 @@
+"""A script of two ranks that have things to do when they end: leaving_case.py OUT [raises]
+
+OUT/<rank>: a line for each of what happened, in order.
+"""
+
+import atexit
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HOME, RANK = Path(sys.argv[1]), os.environ["RANK"]
+
+
+def note(word: str) -> None:
+    with (HOME / RANK).open("a") as file:
+        file.write(word + "\n")
+
+
+class Left:
+    """Goes with the interpreter, when the names of this file are gone already."""
+
+    file = os.open(HOME / RANK, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def __del__(self, write=os.write):
+        write(self.file, b"taken apart\n")
+
+
+atexit.register(note, "registered before")
+kept = Left()
+from rl import ServiceClient  # noqa: E402
+
+atexit.register(note, "registered after")
+try:
+    with ServiceClient(output_dir=HOME) as service:
+        client = service.create_full_training_client("tiny:addition")
+        note(str(client.save_weights_and_get_sampling_client().version))
+finally:
+    note("finally")
+    if "raises" in sys.argv and RANK == "1":
+        raise ValueError("of the script's own")
