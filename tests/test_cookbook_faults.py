@@ -2,15 +2,18 @@
 
 import asyncio
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
 from games import MadeUp, tokenizer
 
+from rl import ServiceClient
+from rl.clients import SampleStream
 from rl.environments.wrappers.tinker import Tinker, TinkerGroup
-from rl.episodes import rollout
+from rl.episodes import Clock, Replayed, continuous_rollout, rollout
 from rl.renderers import get_renderer
-from rl.types import Problem, SamplingParams
+from rl.types import Problem, SampledSequence, SamplingParams
 
 TOKENIZER = tokenizer()
 RENDERER = get_renderer("plain", TOKENIZER)
@@ -155,3 +158,61 @@ def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
     assert len(found.errors) == 4
     for i, (error, wanted) in enumerate(zip(found.errors, said, strict=True), start=1):
         assert wanted in error and f"group {i}" in error, error
+
+
+class Noted(Group):
+    """Notes whom it compares and how often it is cleaned up."""
+
+    def __init__(self, fails=False, **given):
+        super().__init__(**given)
+        self.fails, self.compares, self.cleans = fails, [], 0
+
+    async def make_envs(self):
+        return [Breaks() if self.fails else One(), One()]
+
+    async def compute_group_rewards(self, trajectory_group, env_group):
+        self.compares.append((len(trajectory_group), len(env_group)))
+        return [(0.5, {}) for _ in trajectory_group]
+
+    async def cleanup(self):
+        self.cleans += 1
+
+
+class Breaks(One):
+    async def step(self, action, *, extra=None):
+        raise OSError("no luck")
+
+
+def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
+    """In the replay the environment would not have failed: it has, and the other is compared alone, as then."""
+    log, found = [], []
+    with ServiceClient(output_dir=tmp_path) as service:
+        sampler = service.create_full_training_client("tiny:ascii-small", seed=1).save_weights_and_get_sampling_client()
+        for fails in (True, False):
+            group, clock = Noted(fails), Clock(log.append) if fails else Replayed(log)
+            params = SamplingParams(max_tokens=2)
+            rollouts = continuous_rollout([TinkerGroup(group)], sampler, params, stream_of=SampleStream, seed=3, clock=clock)
+            found.append(([len(one.trajectories_G) for one in rollouts.groups], rollouts.errors, group.compares, group.cleans))
+    assert found[0] == found[1] and found[0][0] == [1] and found[0][2:] == ([(1, 1)], 1)
+
+
+@pytest.mark.parametrize("ended", [[], [0], [0, 1]])
+def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
+    """Whether none of its episodes has ended, some, or all; its thread ends."""
+    group = Noted()
+    made = TinkerGroup(group, 7)
+    envs = made.make_envs()
+    for number, env in enumerate(envs):
+        env.initial_observation().result()
+        env.step(SampledSequence([3], [-1.0], "stop")).result()
+        if number in ended:
+            env.close()
+    for number, env in enumerate(envs):
+        if number not in ended:
+            env.close()
+    made.given_back()
+    made.given_back()
+    name = "the cookbook's group 7"
+    for thread in [one for one in threading.enumerate() if one.name == name]:
+        thread.join(5)
+    assert group.cleans == 1 and group.compares == [] and name not in {one.name for one in threading.enumerate()}

@@ -289,3 +289,61 @@ def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
     assert worker.streams[7].engine._pages is pages and sorted(done.finished) == [0, 1, 2]
     worker.close_stream(7)
     assert worker.kept._idle is pages
+
+
+@pytest.mark.parametrize("left", ["closed", "begun anew"])
+def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not(worker, left):
+    """Its pages hold what is no number; rows that come after end in pages of which they fill a part."""
+    worker.snapshot(0, 0)
+    worker.snapshot(0, 1)
+    name = next(name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight"))
+    worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
+    asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
+    with pytest.raises(FloatingPointError, match="diverged"):
+        worker.sample_slice(7, 0, Asked(steps=3, arrived=asked))
+    bad = worker.streams[7].engine._pages
+    if left == "closed":
+        worker.close_stream(7)
+    else:
+        worker.streams[7].anew(lambda: Engine(worker.versions[1].decoder, ()))
+    assert worker.kept._idle is None
+    responses, _ = worker.sample(1, sums())
+    plain = drawn(Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids), sums())
+    assert [s.tokens for i in sorted(responses) for s in responses[i].sequences] == [one for one, _ in plain]
+    assert not bad.kv[0].isfinite().all()
+
+
+def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
+    decoder, asked = make_decoder(tiny_model("qwen3"), kind="fast"), requests()
+    engine = SteppedEngine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
+    for block in engine._pages.kv:
+        block.fill_(torch.nan)
+    same(drawn(engine, asked), drawn(Engine(decoder), asked))
+
+
+def test_what_another_learner_takes_is_seen_anew(worker):
+    """Also of one that did not get the memory it asked for: that is not part of the most that was ever taken."""
+    worker.kept._room = lambda device, size: True
+    learn(worker)
+    worker.snapshot(0, 0)
+    worker.sample(0, sums())
+    learn(worker)
+    assert worker.kept._idle is not None and worker.kept._learned
+    worker.create_model(1, ModelSpec("tiny:addition", seed=2), None, False)
+    worker.sample(0, sums())
+    worker.forward_backward(1, random_datums(4), "cross_entropy", {}, 4.0, True)
+    assert worker.kept._idle is None
+    worker.optim_step(1, ADAM)
+    worker.sample(0, sums())
+    for verb in ("run", "step"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(worker.learners[1]), verb, out_of_memory)
+            worker.sample(0, sums())
+            with pytest.raises(torch.OutOfMemoryError):
+                learn(worker)
+        assert worker.kept._idle is None and not worker.kept._learned
+        learn(worker)
+
+
+def out_of_memory(*given, **named):
+    raise torch.OutOfMemoryError("of 9 TiB")

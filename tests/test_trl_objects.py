@@ -1,5 +1,6 @@
 """Objects written for TRL's environment_factory: their tools, what reset gets and gives, rewards, runs without a data set."""
 
+import asyncio
 import textwrap
 
 import pytest
@@ -7,6 +8,7 @@ from scripted import Scripted
 from whole_runs import train
 
 from rl.environments import EnvironmentGroup, environment_from_words, isolated, resolve_environment
+from rl.environments.trl import class_of
 from rl.episodes import rollout
 from rl.errors import UserError
 from rl.models import load_tokenizer
@@ -220,3 +222,21 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     assert len(found.errors) == 2 and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0] and "None" in found.errors[1]
     with pytest.raises(UserError, match="is no environment there"):
         resolve_environment(f"{file}:no_factories")
+
+
+def test_what_can_be_called_but_says_not_how_is_a_factory_that_takes_nothing():
+    """dict.fromkeys, iter: written in C, some without a signature."""
+    made = class_of(iter, "Made")
+    assert isinstance(made, type)
+    with pytest.raises(TypeError):
+        made()
+
+
+def test_an_environment_of_a_dictionary_has_the_episodes_seed():
+    class Seeded:
+        def reset(self, seed):
+            return str(seed)
+
+    several = class_of({"one": Seeded}, "Several")()
+    several.row, several.seed = {"environment": "one"}, 77
+    assert asyncio.run(several.start()) == [{"role": "user", "content": "77"}]

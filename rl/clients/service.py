@@ -25,7 +25,7 @@ from rl.clients.settings import WorkerSettings
 from rl.clients.training import TrainingClient
 from rl.errors import RankLost, UserError
 from rl.learner import ModelSpec, saving
-from rl.ranks import called, check_roles, check_team, distributed
+from rl.ranks import called, check_roles, check_team, leave_at_exit
 from rl.types import LoraConfig
 from rl.types.checked import whole
 
@@ -69,7 +69,7 @@ class ServiceClient(AsyncService):
             except RankLost as lost:
                 print(f"{called()} ends: {lost}", file=sys.stderr, flush=True)
                 sys.exit(1)
-            distributed.leave_at_exit()
+            leave_at_exit()
             sys.exit(0)
         self._driver = Driver(settings)
         folder = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or _default_output_dir())

@@ -57,7 +57,7 @@ class Worker(Drawing):
 
     def create_model(self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool) -> dict[str, Any]:
         """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it starts from."""
-        self.kept.release()
+        self.kept.forget()
         with distributed.all_or_none(self.accelerator.device):  # a folder may be missing on another machine
             held_in = self._held_in(spec)
             check_kind(self.settings.learner.optimizer, self.accelerator.device, sharded=self._deepspeed or asks_for_fsdp())
@@ -117,7 +117,6 @@ class Worker(Drawing):
 
         `drawn_at`: the temperature at which each datum was drawn, where that is known. config's "temperature" overrides it.
         """
-        self.kept.make_room()
         learner = self.learners[model_id]
         loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
         if backward and datums and "advantages" in loss.required:
@@ -129,7 +128,8 @@ class Worker(Drawing):
         else:
             temperatures = [1.0 if temperature is None else float(temperature)] * len(datums)
         how = {"divisor": divisor, "backward": backward, "entropy": entropy, "adapters": adapters, "part": part}
-        outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **how)  # type: ignore[arg-type]
+        with self.kept.aside():
+            outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **how)  # type: ignore[arg-type]
         return outputs, sums, mean_temperature(temperatures or [1.0 if temperature is None else float(temperature)])
 
     def forward_backward_part(self, model_id: int, part: int, *call: Any) -> tuple[Any, dict[str, float], float, int]:
@@ -137,8 +137,8 @@ class Worker(Drawing):
         return *self.forward_backward(model_id, *call, part=part), self.learners[model_id].parts  # type: ignore[misc]
 
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
-        self.kept.make_room()
-        metrics = self.learners[model_id].step(params)
+        with self.kept.aside():
+            metrics = self.learners[model_id].step(params)
         self.kept.learned()
         return metrics
 
@@ -156,6 +156,7 @@ class Worker(Drawing):
     def snapshot(self, model_id: int, version_id: int) -> dict[str, Any]:
         """The learner's weights, as they are now, under a new version id. Returns the learner's version and what it took."""
         begin = time.perf_counter()
+        self.kept.make_room()  # a copy of the weights may be made
         learner = self.learners[model_id]
         decoder = self.latest.get(model_id)
         if decoder is None:

@@ -5,6 +5,7 @@ As there a factory is a class, anything else that can be called and gives such a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
@@ -82,6 +83,7 @@ class TrlEnvironments(Environment):
             raise ValueError(f"the row's column 'environment' is {given!r}; the dictionary has {', '.join(map(repr, self.factories))}")
         self.played = TrlEnvironment(self.factories[named]())
         self.played.row = {key: value for key, value in self.row.items() if key != "environment"}
+        self.played.seed = self.seed
         self.tools = self.played.tools
         return await self.played.start()
 
@@ -99,7 +101,9 @@ def class_of(factory: Any, name: str) -> type | None:
         return type(name, (TrlEnvironments,), {"factories": dict(factory)}) if named else None
     if not callable(factory) or isinstance(factory, type):
         return None
-    made = {"__new__": lambda cls, **settings: factory(**settings), "__signature__": inspect.signature(factory)}
+    made: dict[str, Any] = {"__new__": lambda cls, **settings: factory(**settings)}
+    with contextlib.suppress(ValueError):  # of what is written in C there may be none to be had
+        made["__signature__"] = inspect.signature(factory)
     return type(name, (), made)
 
 

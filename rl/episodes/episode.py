@@ -103,6 +103,7 @@ class Env(abc.ABC):
     most_tokens: int | None = None  # that the next action may have; read after each observation, None: as the sampling parameters say
     blocks: bool = True  # whether its methods may take long: continuous rollouts call those in a thread of a pool then
     several_turns: bool = True  # whether an episode may have more than one
+    left_out: bool = False  # whether its episode has failed, so that it is not among its group's trajectories
 
     @abc.abstractmethod
     def initial_observation(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None] | PendingObservation:
@@ -141,6 +142,9 @@ class EnvGroupBuilder(abc.ABC):
     def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         """A reward on top of the step rewards, and metrics, for each episode (of one seat). Default: none."""
         return [(0.0, {}) for _ in trajectories_G]
+
+    def given_back(self) -> None:  # noqa: B027  (nothing, by default)
+        """Called, in place of being scored, where its episodes are as if they had not begun (tokens too old, the end of a run)."""
 
 
 def has_signal(rewards_G: Sequence[float]) -> bool:

@@ -151,6 +151,7 @@ class Flow:
                 episode.env.close()
                 for seat in self.seats.values():
                     seat.stream.leave(_name(episode))
+        group.builder.given_back()
         return lost
 
     def close(self) -> None:
@@ -222,6 +223,7 @@ class Flow:
             answer = found.result() if hasattr(found, "wait") else found
         except EpisodeFailed as error:
             episode.error = failed[key] = str(error)
+            episode.env.left_out = True
             self.finish(episode)
             return
         self._heard(episode, action, seat, answer)

@@ -5,6 +5,7 @@ from rl.ranks.agreement import require_same
 from rl.ranks.checkpoint import below
 from rl.ranks.interrupts import INTERRUPTED, Stopped, StopRequest, end_with_the_launcher
 from rl.ranks.launch import asks_for_fsdp, make_accelerator, zero_settings
+from rl.ranks.leaving import leave_at_exit
 from rl.ranks.roles import called, check_roles, take_role
 from rl.ranks.teams import check_apart_from_roles, check_divides, check_team
 
@@ -23,6 +24,7 @@ __all__ = [
     "distributed",
     "end_with_the_launcher",
     "interrupts",
+    "leave_at_exit",
     "make_accelerator",
     "require_same",
     "take_role",

@@ -5,14 +5,11 @@ On one process every function is the identity, so callers never ask which case t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
-import gc
 import os
 import pickle
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -348,26 +345,6 @@ def team(size: int, timeout_seconds: float) -> Team | None:
 
 
 def shutdown() -> None:
-    """The ranks part."""
     _teams.clear()
-    gc.collect()  # reducers and engines, which hold process groups, are in cycles
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def leave_at_exit() -> None:
-    """On a rank that has served and parted: once its script has ended, and what others want done at exit is done, the process ends
-    without taking the interpreter apart. torch's threads of process groups are there to the last (DDP keeps one); one that asks for the
-    interpreter while it goes is unwound by it, which C++ answers with "terminate called without an active exception" and an abort: seen
-    once in some hundred launches, which it made a failure after all work was done.
-    """
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    if getattr(sys, "last_value", None) is None:  # no error of the script's own
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)

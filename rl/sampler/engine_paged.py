@@ -65,18 +65,26 @@ class PagedEngine(Engine):
         self._state: PagedState = PagedState(decoder, self._pages.kv)
         self._parked: list[_Waiting] = []  # oldest first
         self.evictions = 0
+        self._without_numbers = False
 
     def close(self) -> None:
-        """Nothing is asked of it any more: the next engine may have its pool."""
+        """Nothing is asked of it any more: the next engine may have its pool, unless there are no numbers in it. What a step does not
+        see is weighed with 0, and 0 times what is no number is none.
+        """
         if self._state.kv:
             self._state.kv = []
-            self._place.back(self._pages)
+            if not self._without_numbers:
+                self._place.back(self._pages)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         self._come_back()
         self._make_room()
         return super().step()
+
+    def _no_numbers(self, tokens: np.ndarray, bad: np.ndarray) -> None:
+        self._without_numbers = True
+        super()._no_numbers(tokens, bad)
 
     def _admit(self) -> list[Tensor]:
         return [] if self._parked else super()._admit()

@@ -7,7 +7,8 @@ device needs is given back before it works, and kept only where learning has bee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -101,6 +102,20 @@ class Kept:
 
     def release(self) -> None:
         self._idle = None
+
+    def forget(self) -> None:
+        """As `release`, and what learning takes is to be seen anew: for another learner, or one that has not found enough."""
+        self._idle, self._learned = None, False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a learner's work on this device."""
+        self.make_room()
+        try:
+            yield
+        except torch.OutOfMemoryError:  # what could not be had is not part of the most that was ever taken
+            self.forget()
+            raise
 
     def learned(self) -> None:
         """An update has been made: from now on it is known what learning takes."""

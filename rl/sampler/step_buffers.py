@@ -161,5 +161,6 @@ def _gathered(q: Tensor, kv: Tensor, table: Tensor, length: Tensor) -> tuple[Ten
     hidden = torch.arange(k.shape[1], device=q.device) >= length[:, None]
     score = score.masked_fill(hidden[:, None, None], -torch.inf)
     lse = score.logsumexp(-1)
+    v = v.masked_fill(hidden[:, :, None, None], 0.0)  # whatever lies there, which 0 would not end
     out = torch.einsum("rkhl,rlkd->rkhd", (score - lse.unsqueeze(-1)).exp(), v)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1)

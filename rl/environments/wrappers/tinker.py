@@ -58,25 +58,31 @@ class TinkerGroup(EnvGroupBuilder):
         if all(env.closed and not env.counts for env in self._envs):
             self._clean()
 
+    def given_back(self) -> None:
+        self._clean()
+
     def _clean(self) -> None:
-        assert self._loop is not None  # make_envs came before
+        loop, self._loop = self._loop, None
+        if loop is None:  # it is clean
+            return
         if hasattr(self.builder, "cleanup"):
             with contextlib.suppress(EpisodeFailed):  # its episodes have ended, and count
-                self._loop.begin(self.builder.cleanup).result()
-        self._loop.close()
+                loop.begin(self.builder.cleanup).result()
+        loop.close()
 
     def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         """The builder's own, of the episodes that count. It is cleaned up afterwards."""
-        assert self._loop is not None  # make_envs came before
+        loop = self._loop
+        assert loop is not None  # make_envs came before
         envs = [env.env for env in self._envs if env.counts]
         try:
             given = [_theirs(one) for one in trajectories_G]
-            found = self._loop.begin(lambda: self.builder.compute_group_rewards(given, envs)).result()
+            found = loop.begin(lambda: self.builder.compute_group_rewards(given, envs)).result()
             if len(found) != len(given):
                 raise ValueError(f"{len(found)} rewards for {len(given)} episodes")
             return [(_number(reward), _numbers(metrics)) for reward, metrics in found]
         except (TypeError, ValueError, AttributeError) as error:
-            raise EpisodeFailed(f"{self._loop.name} gave rewards that cannot be read: {says(error, 300)}") from error
+            raise EpisodeFailed(f"{loop.name} gave rewards that cannot be read: {says(error, 300)}") from error
         finally:
             self._clean()
 
@@ -86,7 +92,7 @@ class TinkerEnv(Env):
 
     def __init__(self, env: Any, loop: _Loop, when_closed: Callable[[], None]):
         self.env, self.loop, self.when_closed = env, loop, when_closed
-        self.failed = self.closed = self.acted = False
+        self.closed = self.acted = False
         parameters = inspect.signature(env.step).parameters.values()
         self.takes_extra = any(p.name == "extra" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -96,7 +102,7 @@ class TinkerEnv(Env):
     @property
     def counts(self) -> bool:
         """Whether its episode is trained: one whose first observation is too long for the model is left out as one that fails is."""
-        return self.acted and not self.failed
+        return self.acted and not self.left_out
 
     def step(self, action: SampledSequence) -> Any:
         self.acted = True
@@ -221,10 +227,10 @@ class _Promise:
         try:
             return self.read(self.begun.result())
         except EpisodeFailed:
-            self.env.failed = True
+            self.env.left_out = True
             raise
         except (TypeError, ValueError, AttributeError) as error:
-            self.env.failed = True
+            self.env.left_out = True
             raise EpisodeFailed(f"{self.env.name} answered with what cannot be read: {says(error, 300)}") from error
 
 
