@@ -2,13 +2,20 @@
 
 import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from serving import Wire, held, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.clients import SampleStream
+from rl.errors import UserError
+from rl.serve.body import json_of
+from rl.serve.book import Model
 from rl.serve.refusals import Refused
+from rl.serve.tenants import Tenants
 from rl.serve.turns import Job, SampleJob, Turns
 
 
@@ -191,3 +198,60 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
         second = other.model()
         with held(one):
             assert steps(alone, model, 10) == 4 and steps(other, second, 1) == 2
+
+
+def test_the_number_that_others_wait_for_finds_room(tmp_path):
+    """The eighth is refused, since the queue holds what holds the desk; later ones come before it is asked for again and fill the part."""
+    with server(tmp_path, queued=16) as one:
+        wires, other = Wire(one), Wire(one)
+        wires.open(), other.open()
+        model = wires.model()
+
+        def step(seq):
+            body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.0}}
+            return wires.http.post("/api/v1/optim_step", json=body).status_code
+
+        with held(one):
+            assert [step(seq) for seq in range(1, 9)] == [200] * 7 + [429]
+        assert until(lambda: one.book.models[model].ran == 7 and not len(one.desk.turns))
+        assert [step(seq) for seq in range(9, 19)] == [200] * 8 + [429] * 2
+        assert step(8) == 200
+        assert until(lambda: one.book.models[model].ran == 16)
+
+
+def until(holds, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        tenants, done = Tenants(one.desk, one.book), Future()
+        model = one.book.models["m"] = Model("m", "local", wires.session, tmp_path / "m", one.desk.settings.bases[0], {})
+        tenants.ask(model, 2, SimpleNamespace(what="optim_step", done=done), nothing)
+        assert not done.done() and one.desk.turns._early
+
+        def make():
+            raise OSError("no such folder")
+
+        with pytest.raises(OSError, match="no such folder"):
+            list(tenants.create(model, make))
+        with pytest.raises(UserError, match="m could not be made: no such folder"):
+            done.result(0)
+        assert not one.desk.turns._early and "m" not in one.book.models
+
+
+@pytest.mark.parametrize("raw", [b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16"), b'{"a": "\\ud800"}', b'{"a": "\xff"}'])
+def test_bytes_that_are_no_text_are_no_json(tmp_path, raw):
+    """Half of a surrogate pair as bytes, as an escape; another encoding."""
+    with pytest.raises(ValueError):
+        json_of(raw)
+    assert json_of(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {"a": "\U0001f600 \u20ac"}
+    with server(tmp_path) as one:
+        for path in ("/api/v1/create_session", "/v1/chat/completions"):
+            reply = Wire(one).http.post(path, content=raw, headers={"content-type": "application/json"})
+            assert reply.status_code == 400 and "JSON" in reply.text, (path, reply.text)

@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 def json_of(raw: bytes) -> Any:
     """What the bytes say. ValueError for what is no JSON, and for half of a surrogate pair, which no text holds and nothing can write."""
-    found = json.loads(raw)
-    if rb"\u" in raw:  # only so can one be written
+    text = raw.decode("utf-8-sig")  # json itself takes other encodings, and halves of pairs as bytes
+    found = json.loads(text)
+    if "\\u" in text:  # only so can one be written
         try:
             json.dumps(found, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -56,7 +56,7 @@ class Tenants:
             promise.done.set_exception(Refused(400, message))
             return
         tenant = self.desk.tenant(model.owner, model.session)
-        self.desk.turns.check_room(tenant)
+        self.desk.turns.check_room(tenant, next_one=seq == model.next_seq and bool(model.waiting))
         job = Job(model.owner, model.model_id, promise.what, lambda: self._run(model, seq, work), promise.done, tenant=tenant)
         model.waiting[seq] = job
         self.desk.turns.early(tenant, 1)
@@ -112,12 +112,15 @@ class Tenants:
         """`make` in the room that is made for it."""
         yield
         self._make_room()
-        model.client = make()
         try:
+            model.client = make()
             info = model.client.result().info
-        except BaseException:
+        except BaseException as error:
             model.client = None
             self.book.models.pop(model.model_id, None)
+            for job in self.taken_back(model):  # nobody would find them any more
+                if job.done.set_running_or_notify_cancel():
+                    job.done.set_exception(UserError(f"{model.model_id} could not be made: {error}"))
             raise
         model.lora_rank = info["lora_rank"]
         self.book.keep_model(model)

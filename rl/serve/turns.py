@@ -67,13 +67,16 @@ class Turns:
     def __len__(self) -> int:
         return self._waiting + len(self._samples)
 
-    def check_room(self, tenant: str, more: int = 1) -> None:
-        """Raises Refused (429) where the queue is full, or this tenant's part of it."""
+    def check_room(self, tenant: str, more: int = 1, *, next_one: bool = False) -> None:
+        """Raises Refused (429) where the queue is full, or this tenant's part of it.
+
+        `next_one`: what others of its own wait for, which came before their turn: these are not counted, since they stay until it comes.
+        """
         with self.changed:
             if len(self) + more > self.limit // 2:
                 self._forget_gone()
             all_wait, held, beside = len(self), self._held[tenant], any(one != tenant for one in self._held)
-            early = self._early[tenant]
+            early = 0 if next_one else self._early[tenant]
         if all_wait + early + more > self.limit:
             raise Refused(429, f"{all_wait} requests wait already, the most that this server takes: try again", retry_after=1.0)
         part = max(1, (self.limit - (all_wait - held)) // 2)
