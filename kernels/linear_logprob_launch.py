@@ -45,13 +45,16 @@ def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     x = torch.randn(300, 328, generator=g, device=device).to(dtype)
     w = (torch.randn(5001, 328, generator=g, device=device) / 8).to(dtype)
     y, a = torch.randint(0, 5001, (300,), generator=g, device=device), torch.randn(300, generator=g, device=device)
-    # Descriptors made in a kernel live in memory that the launch asks for.
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     scores = Scores(x, w, y, None, Head(0.8), tiles_for(328, dtype, device_of(x)), SPECIAL if special else None)
     out = scores.combine(scores.statistics(True))
     dz = torch.zeros(300, 905, dtype=dtype, device=device)
     scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, Coefficients(a, -a, a.flip(0)))
     return out.logp, out.entropy, out.lse, dz.float()
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """What a launch asks for: descriptors made in a kernel live there."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 class Scores:
@@ -92,6 +95,8 @@ class Scores:
         return min(SPLITS, triton.cdiv(self.V, (self.special or self.tiles).columns))
 
     def special_options(self, tiles: Tiles) -> dict[str, Any]:
+        """Of a launch that follows at once: who gives it memory is known to this thread alone, and autograd launches from its own."""
+        triton.set_allocator(_scratch)
         sizes = {"D": self.x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": GROUP, "WS": not interpreting()}
         sizes |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
         return sizes | {name: self.options[name] for name in ("UPCAST", "PRECISION")}

@@ -5,6 +5,7 @@ with kernels replaced by counters of the products they would do.
 """
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import linear_logprob
 from kernels.common import Head
 from kernels.linear_logprob_torch import Coefficients
+from kernels.tiles import SPECIAL
 
 T, D, V = 1024, 32, 65536
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -170,6 +172,38 @@ def test_fake_cuda_frozen_and_saved(launches):
     log.clear()
     _, flops = fake_run(launch, log, 8192, 151_936, saved=True)
     assert flops <= 6.01 * 8192 * 896 * 151_936
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_every_thread_that_launches_gives_descriptors_their_memory(launches, monkeypatch, where):
+    """Triton keeps who gives it by thread, and autograd runs a backward in one of its own. (Hopper's kernels make descriptors.)"""
+    launch, _ = launches
+    allocation = pytest.importorskip("triton.runtime._allocation")
+    asked = []
+
+    class Asking:
+        def __getitem__(self, grid):
+            return lambda *args, **options: asked.append(allocation._allocator.get())
+
+    for name in ("_forward_ws_kernel", "_dlogits_ws_kernel"):
+        monkeypatch.setattr(launch, name, Asking())
+    monkeypatch.setattr(launch, "special_tiles", lambda x: SPECIAL)
+
+    def run():
+        with FakeTensorMode():
+            x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 40_000))
+            y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
+            if where == "forward":
+                launch.forward(x, w, y, None, Head(), expected=False)
+            else:
+                co = Coefficients(row, row, None)
+                launch.backward(x, w, y, None, Head(), co, row, need_x=True, need_w=True, need_bias=False)
+
+    run()  # here, and then in a thread that has seen nothing of it
+    here = len(asked)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(run).result()
+    assert here > 0 and len(asked) == 2 * here and set(asked) == {launch._scratch}
 
 
 def test_fake_cuda_extra_memory_is_flat_in_v(launches):
