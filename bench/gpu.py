@@ -64,14 +64,15 @@ class Table:
             csv.writer(file).writerow(cells)
         print("  " + " ".join(str(cell) for cell in cells[1:] if cell != ""), flush=True)
 
-    def attempt(self, case: str, provider: str, run: Callable[[], None]) -> None:
-        """A figure or several; a failure of any kind is a row, because the rest is wanted all the same."""
+    def attempt(self, case: str, provider: str, run: Callable[[], Any]) -> Any:
+        """A figure or several, or what they need; a failure of any kind is a row and None, because the rest is wanted all the same."""
         try:
-            run()
+            return run()
         except Exception as failure:  # noqa: BLE001
             words = (str(failure).splitlines() or [""])[0][:200]
             self.row(case, provider, "failed", type(failure).__name__, note=words)
             print("".join(traceback.format_exception(failure)[-4:]), file=sys.stderr, flush=True)
+            return None
 
 
 def child(part: str, output: Path, dry: bool) -> None:

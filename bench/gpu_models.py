@@ -92,16 +92,16 @@ def part_decode(table: Any, dry: bool) -> None:
 
     device, sizes = device_of(dry), ("tiny",) if dry else ("0.5B", "1.7B", "8B")
     for size in sizes:  # ours first: a peer that hangs takes what is left of the part with it
-        decoder = make_decoder(make_model(size, device), kind="fast")
-        for rows in (4,) if dry else (1, 64, 256, 1024):
+        decoder = table.attempt(size, "ours", lambda s=size: make_decoder(make_model(s, device), kind="fast"))
+        for rows in () if decoder is None else (4,) if dry else (1, 64, 256, 1024):
             prompts, case = random_prompts(max(rows // 8, 1), 16 if dry else 256, SIZES[size][1]["vocab_size"]), f"{size}, {rows} rows"
             table.attempt(case, "ours", lambda r=rows, p=prompts, c=case, d=decoder: decode_speed(table, c, d, r, p, dry))
         del decoder
         give_back(device)
     for name, peer in PEERS.items():
         for size in sizes:
-            model = make_model(size, device)
-            for rows in (4,) if dry else (64,) if name == "vllm" else (1, 64, 256):
+            model = table.attempt(size, name, lambda s=size: make_model(s, device))
+            for rows in () if model is None else (4,) if dry else (64,) if name == "vllm" else (1, 64, 256):
                 given = (table, name, peer, model, size, rows, dry)
                 table.attempt(f"{size}, {rows} rows", name, lambda given=given: peer_speed(*given))
             del model
@@ -166,9 +166,9 @@ def part_group(table: Any, dry: bool) -> None:
     device, size, length, new = device_of(dry), "tiny" if dry else "0.5B", 64 if dry else 4096, 4 if dry else 64
     model = make_model(size, device)
     prompt = random_prompts(1, length, SIZES[size][1]["vocab_size"])
-    decoder = make_decoder(model, kind="fast")
 
     def ours() -> None:
+        decoder = make_decoder(model, kind="fast")
         for _ in range(2):
             engine = engine_of(decoder, 16, prompt, new)
             wait(device)

@@ -118,9 +118,16 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
     def giving(value):
         return lambda newer, index, dtype: (torch.ones(3), torch.full((3,), value if newer else 1.0))
 
-    def raising(newer, index, dtype):
-        raise RuntimeError("PassManager::run failed")
+    def raising(kind):
+        def trial(newer, index, dtype):
+            raise kind("PassManager::run failed\nand much more")
+
+        return trial
 
     assert branches_agree(giving(1.001), 0, torch.bfloat16)
-    for trial in (giving(1.1), giving(float("nan")), raising):
-        assert not branches_agree(trial, 0, torch.bfloat16)
+    for trial in (giving(1.1), giving(float("nan"))):
+        with pytest.warns(UserWarning, match="gives other numbers than the older one"):
+            assert not branches_agree(trial, 0, torch.bfloat16)
+    for kind in (RuntimeError, AttributeError, TypeError):
+        with pytest.warns(UserWarning, match=rf"does not run here, the older one is taken \({kind.__name__}: PassManager::run failed\)"):
+            assert not branches_agree(raising(kind), 0, torch.bfloat16)
