@@ -1,4 +1,5 @@
-"""The sampler's kernels compiled at the sizes of a real model, on a machine without a GPU: registers, spills, shared memory.
+"""The sampler's kernels, and Hopper's of the head, compiled at the sizes of real models on a machine without a GPU: registers, spills,
+shared memory.
 
     python bench/kernels_compiled.py            # bench/results/kernels_compiled.csv: a row a kernel and target
 """
@@ -22,16 +23,20 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", type=int, choices=[80, 86, 89, 90, 100, 120], default=[80, 90], help="compute capabilities")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "kernels_compiled.csv")
     args = parser.parse_args()
-    from test_kernel_compile import assembled, sampler_kernels
+    from test_kernel_compile import assembled, hoppers_kernels, sampler_kernels
 
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
         writer = csv.writer(file)
-        writer.writerow(["target", "kernel", "warps", "registers", "spilled_bytes", "shared_bytes"])
+        writer.writerow(["target", "kernel", "case", "warps", "registers", "spilled_bytes", "shared_bytes"])
         for target in args.targets:
-            for kernel, constants, data, warps, stages, kinds, _ in sampler_kernels(target):
-                compiled, registers, spilled = assembled(kernel, constants, data, warps, stages, kinds, Path(folder), target)
-                row = [f"sm_{target}", kernel.__name__.strip("_"), warps, registers, spilled, compiled.metadata.shared]
+            cases = [("", *given[:6]) for given in sampler_kernels(target)]
+            for kernel, constants, data, warps, stages, _ in hoppers_kernels() if target == 90 else ():
+                flag = next((f", {name}" for name in ("ENTROPY", "HAS_C") if constants.get(name)), "")
+                cases.append((f"{constants['TYPE']}, D={constants['D']}{flag}", kernel, constants, data, warps, stages, None))
+            for case, kernel, constants, data, warps, stages, kinds in cases:
+                compiled, registers, spilled = assembled(kernel, dict(constants), data, warps, stages, kinds, Path(folder), target)
+                row = [f"sm_{target}", kernel.__name__.strip("_"), case, warps, registers, spilled, compiled.metadata.shared]
                 writer.writerow(row)
                 file.flush()
                 print(*row)

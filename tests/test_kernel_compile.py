@@ -251,20 +251,31 @@ def test_the_samplers_kernels(capability, tmp_path):
         assert spilled <= allowed, (kernel.__name__, spilled)
 
 
-@pytest.mark.slow
-def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
-    """384 threads: one group of four warps that copies and two that multiply, with registers given from the one to the others."""
+def hoppers_kernels():
+    """(kernel, constants, data, warps, stages, spilled bytes allowed) of the warp-specialised branch, for heads of real models."""
     from kernels import linear_logprob_ws as kernels
     from kernels.tiles import SPECIAL
 
-    base = {"D": 2048, "BM": SPECIAL.rows, "BN": SPECIAL.columns, "BK": SPECIAL.depth, "SPLITS": 132, "GROUP": 16, "UPCAST": False}
-    base |= {"PRECISION": "ieee", "TYPE": "bf16", "WS": True}
-    variants = [(kernels._forward_ws_kernel, {"ENTROPY": True}, 0), (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100)]
-    for kernel, options, allowed in variants:
-        compiled, spilled = build(kernel, base | options, ("x_ptr", "w_ptr", "out_ptr"), SPECIAL.warps, SPECIAL.stages, None, tmp_path)
-        assert spilled <= allowed, (kernel.__name__, spilled)
-        assert "setmaxnreg" in compiled.asm["ptx"] and re.search(r"\.reqntid 384", compiled.asm["ptx"])
-        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    base = {"BM": SPECIAL.rows, "BN": SPECIAL.columns, "BK": SPECIAL.depth, "SPLITS": 132, "GROUP": 16, "UPCAST": False}
+    base |= {"PRECISION": "ieee", "WS": True}
+    for kind, D in (("bf16", 896), ("bf16", 2048), ("bf16", 4096), ("fp16", 2048)):
+        for kernel, options, allowed in (
+            (kernels._forward_ws_kernel, {"ENTROPY": True}, 0),
+            (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100),
+            (kernels._dlogits_ws_kernel, {"HAS_C": True}, 100),
+        ):
+            yield kernel, {**base, **options, "TYPE": kind, "D": D}, ("x_ptr", "w_ptr", "out_ptr"), SPECIAL.warps, SPECIAL.stages, allowed
+
+
+@pytest.mark.slow
+def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
+    """384 threads: one group of four warps that copies and two that multiply, with registers given from the one to the others."""
+    for kernel, constants, data, warps, stages, allowed in hoppers_kernels():
+        case = (kernel.__name__, constants["D"], constants["TYPE"])
+        compiled, spilled = build(kernel, constants, data, warps, stages, None, tmp_path)
+        assert spilled <= allowed, (case, spilled)
+        assert "setmaxnreg" in compiled.asm["ptx"] and re.search(r"\.reqntid 384", compiled.asm["ptx"]), case
+        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"], case
 
 
 @pytest.mark.parametrize("kind", range(5))
