@@ -5,6 +5,8 @@ Requests of all kinds come in, steps are made, requests are dropped, new weights
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from sampler_models import tiny_model
 from test_sampler_paged import check
 
 from rl.sampler import Engine, Kept, PagedEngine, Request, SteppedEngine, make_decoder
+from rl.sampler.streams import as_uint64, uniforms
 from rl.types import SampledSequence, SamplingParams
 
 EOS = (3,)
@@ -232,9 +235,25 @@ class Play:
         self.happened["kept"] += self.engine.counters.kept_tokens
 
 
-def same(mine: SampledSequence, alone: SampledSequence, upto: int | None = None) -> None:
-    """The first `upto` tokens (None: all, and why it ended)."""
+def on_a_border(decoder: Any, request: Request, index: int, drawn: list[int]) -> bool:
+    """Whether the random number of the token after these lies within 1e-6 of where one token ends and the next begins: rounding, which
+    differs with what is computed beside it, decides then. Seen once in some 200,000 tokens, 9e-8 from the border."""
+    params, logits = request.params, list[torch.Tensor]()
+    if params.temperature == 0 or params.top_k > 0 or params.top_p < 1:
+        return False
+    with torch.inference_mode():
+        decoder.read_prompts([[*request.prompt, *drawn]], [lambda start, some: logits.append(some)])
+    ends = (torch.cat(logits)[-1].double() / params.temperature).softmax(-1).cumsum(-1)
+    seed, problem, member, place = (as_uint64(n) for n in (request.seed, request.problem, request.first_index + index, len(drawn)))
+    return bool((ends - float(uniforms(seed, problem, member, place))).abs().min() < 1e-6)
+
+
+def same(mine: SampledSequence, alone: SampledSequence, upto: int | None = None, border: Callable[[list[int]], bool] | None = None) -> None:
+    """The first `upto` tokens (None: all, and why it ended). `border`: whether the token after these may be another, and what follows."""
     count = len(alone.tokens) if upto is None else upto
+    other = next((i for i, (a, b) in enumerate(zip(mine.tokens[:count], alone.tokens[:count], strict=False)) if a != b), None)
+    if other is not None and border is not None and border(alone.tokens[:other]):
+        return np.testing.assert_allclose(mine.logprobs[:other], alone.logprobs[:other], atol=2e-4)
     assert mine.tokens[:count] == alone.tokens[:count]
     np.testing.assert_allclose(mine.logprobs[:count], alone.logprobs[:count], atol=2e-4)
     if upto is None:
@@ -254,10 +273,11 @@ def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[s
             versions = mine.versions or [mine.version] * len(mine.tokens)
             assert len(versions) == len(mine.tokens) and versions == sorted(versions) and min(versions) == mine.version
             if change != "other":
-                same(mine, alone(request)[i])
+                same(mine, alone(request)[i], None, partial(on_a_border, decoders[0], request, i))
                 compared += len(mine.tokens)
             elif request.begun is None and len(set(v % 2 for v in versions)) == 1 and max(versions) - min(versions) < 2:
-                same(mine, (alone, others)[versions[0] % 2](request)[i])  # of one kind of weights from its prompt on
+                border = partial(on_a_border, decoders[versions[0] % 2], request, i)
+                same(mine, (alone, others)[versions[0] % 2](request)[i], None, border)  # of one kind of weights from its prompt on
                 compared += len(mine.tokens)
             elif request.begun is None:
                 first = next(n for n, v in enumerate(versions) if v != versions[0])
