@@ -2,12 +2,16 @@
 
 from kernels.draw import draw
 from kernels.linear_logprob import linear_logprob, linear_logprob_reference
+from kernels.paged_attention import attend_pages
 from kernels.policy_loss import policy_loss, policy_loss_reference
+from kernels.shared_pages import SharedPages
 from kernels.slabs import head_bytes
 from kernels.soft_logprob import soft_logprob
 from kernels.token_logprob import token_logprob
 
 __all__ = [
+    "SharedPages",
+    "attend_pages",
     "draw",
     "head_bytes",
     "linear_logprob",

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept stride_exp stride_out columns ignore_index"
-FLOATS = "in_scale out_scale headroom beta low high kl_coef"
+INTS += " R splits first stride_row stride_head stride_page stride_place stride_table"
+FLOATS = "in_scale out_scale headroom beta low high kl_coef scale"
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
 
@@ -38,7 +39,7 @@ def assembled(kernel, constants, data, warps, stages, descriptors=None, tmp_path
     kinds = dict.fromkeys(INTS.split(), "i32") | dict.fromkeys(FLOATS.split(), "fp32") | dict.fromkeys(LONGS, "*i64")
     kinds |= {"mask_ptr": "*u8"} | dict.fromkeys(data, f"*{constants.pop('TYPE', 'fp32')}") | (descriptors or {})
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in kernel.arg_names}
-    wide = ("stride_x", "stride_w", "stride_out")
+    wide = ("stride_x", "stride_w", "stride_out", "stride_row", "stride_head", "stride_page", "stride_place", "plane")
     aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in wide]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)

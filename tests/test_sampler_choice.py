@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -57,13 +58,14 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
     if fault in FAULTS:
         monkeypatch.setattr(step_buffers, "_draw", FAULTS[fault](step_buffers._draw))
     else:
-        real = step_buffers._gathered
+        real = step_buffers.attend_pages
 
-        def gathered(q, kv, table, length):
-            return real(q, kv, table, length // 2 if fault == "the shared pages" and int(length.max()) in (256, 512) else
-                        length - (length % 256 == 1).int() * 1 if fault == "a page's end" else length)  # fmt: skip
+        def attend(q, kv, table, length, shared):
+            if fault == "the shared pages" and shared is not None:
+                shared = replace(shared, length=shared.length // 2)
+            return real(q, kv, table, length - (length % 256 == 1).int() if fault == "a page's end" else length, shared)
 
-        monkeypatch.setattr(step_buffers, "_gathered", gathered)
+        monkeypatch.setattr(step_buffers, "attend_pages", attend)
     try:
         said = choice.difference(decoder)
     except FloatingPointError:

@@ -1,13 +1,12 @@
 """The sampler's kernels and its paged attention on a CUDA device.
 
-Twins without one: test_kernel_draw.py, test_kernel_step.py, test_sampler_paged.py."""
+Twins without one: test_kernel_draw.py, test_kernel_step.py, test_kernel_paged.py."""
 
 import numpy as np
 import pytest
 import torch
 
 from kernels import draw, step
-from rl.sampler.attention_paged import _read_gathered, paged_attention, parts_of
 from rl.sampler.token_sampling import draw as from_logits
 from rl.sampler.token_sampling import row_settings
 
@@ -64,23 +63,43 @@ def test_step_kernels_are_torchs_path(dtype):
         torch.testing.assert_close(mine, plain, atol=tolerance, rtol=tolerance)
 
 
-def test_paged_attention_is_the_gathered_one(monkeypatch):
-    """Through torch's varlen attention, groups with shared pages and rows by themselves; a row's bits do not hang on its neighbours."""
-    from rl.sampler import attention_paged
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (32, 8, 128), (4, 4, 80), (6, 2, 96), (8, 4, 256), (32, 1, 64)])
+def test_attention_over_pages_is_the_gathered_one(heads, dtype):
+    """By our kernels, and by torch's varlen attention where it knows pages; a row's bits do not hang on its neighbours."""
+    from kernels import paged_attention as module
 
-    g = torch.Generator("cuda").manual_seed(0)
-    size, heads, key_heads, width = 256, 14, 2, 64
-    kv = torch.randn(2, 30, size, key_heads, width, generator=g, device="cuda").bfloat16()
-    pages = torch.randperm(30).tolist()
-    tables = [pages[0:3] + pages[3:5], pages[0:3] + pages[5:6], pages[6:7], pages[7:9] + pages[9:10]]
-    lengths, shared = np.array([1200, 800, 3, 600]), [([0, 1], pages[0:3])]
-    q = torch.randn(4, heads, width, generator=g, device="cuda").bfloat16()
-    parts = parts_of(tables, lengths, shared, size, kv.device)
-    found = paged_attention(q, kv, parts)
-    alone = paged_attention(q[2:3], kv, parts_of(tables[2:3], lengths[2:3], [], size, kv.device))
-    assert torch.equal(found[2:3], alone)
-    monkeypatch.setattr(attention_paged, "_read_cuda", _read_gathered)
-    torch.testing.assert_close(found, paged_attention(q, kv, parts), atol=2e-2, rtol=2e-2)
+    given = module.trial_inputs(torch.device("cuda"), dtype, *heads, 256)
+    q, kv, table, length, shared = given
+    exact = module.merged(module.read_gathered, q.double(), kv.double(), table, length, shared).float()
+    ways = ["triton"] + ["varlen"] * (module.varlen_has_pages() and dtype != torch.float32 and heads[2] <= 256)
+    for way in ways:
+        found = module._by(way, *given)
+        torch.testing.assert_close(found.float(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0)
+        other = torch.randn_like(q).index_copy(0, torch.tensor([4], device="cuda"), q[4:5])
+        assert torch.equal(module._by(way, other, kv, table, length, shared)[4], found[4])
+    module._tried.cache_clear()
+    assert module._tried(0, dtype, *heads, 256) == "triton"
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 9000), (3, 1200), (64, 700), (600, 300)])
+def test_attention_over_pages_at_every_number_of_splits(rows, context):
+    """From 32 splits of each sequence to one, with a group over half of the rows and without."""
+    from kernels import paged_attention as module
+    from rl.sampler.attention_paged import pages_of
+
+    g, pages = torch.Generator("cuda").manual_seed(0), -(-context // 256)
+    kv = torch.randn(2, rows * pages + 1, 256, 2, 64, generator=g, device="cuda").bfloat16()
+    q = torch.randn(rows, 8, 64, generator=g, device="cuda").bfloat16()
+    tables = [list(range(row * pages, (row + 1) * pages)) for row in range(rows)]
+    members = list(range(0, rows, 2))
+    for row in members:
+        tables[row][0] = tables[0][0]
+    lengths = np.random.default_rng(0).integers(257, context + 1, rows)
+    for shared in ([(members, tables[0][:1])] if rows > 1 else [], []):
+        given = (q, kv, *pages_of(tables, lengths, shared, 256, kv.device))
+        exact = module.merged(module.read_gathered, *given)
+        torch.testing.assert_close(module._by("triton", *given), exact, atol=2e-2, rtol=0)
 
 
 def test_the_engine_over_pages_samples_what_the_plain_one_does():

@@ -11,7 +11,6 @@ from sampler_models import one_thread  # noqa: F401
 
 from rl.models.load import load_model
 from rl.sampler import Engine, PagedEngine, Request, make_decoder
-from rl.sampler.attention_paged import paged_attention, parts_of
 from rl.sampler.pages import OutOfPages, PagePool, Tables
 from rl.types import SamplingParams
 
@@ -96,27 +95,6 @@ def test_a_pool_says_when_it_is_empty():
     pool.share(pages[:1])
     pool.release(pages)
     assert pool.free == 1
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_attention_over_pages_is_one_softmax(heads):
-    """Groups with shared pages and rows by themselves, page by page in any order, against each row's whole softmax in float64."""
-    torch.manual_seed(0)
-    size, width, (H, K) = 4, 8, heads
-    kv = torch.randn(2, 40, size, K, width)
-    pages = torch.randperm(40).tolist()
-    tables = [pages[0:3] + pages[3:5], pages[0:3] + pages[5:6], pages[6:7], pages[7:9] + pages[9:10], pages[7:9] + pages[10:13]]
-    lengths = np.array([18, 13, 3, 9, 20])
-    shared = [([0, 1], pages[0:3]), ([3, 4], pages[7:9])]
-    q = torch.randn(5, H, width)
-    found = paged_attention(q, kv, parts_of(tables, lengths, shared, size, kv.device))
-    plain = paged_attention(q, kv, parts_of(tables, lengths, [], size, kv.device))
-    for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
-        k, v = (x[table].flatten(0, 1)[:length].double().repeat_interleave(H // K, 1) for x in kv)
-        p = (torch.einsum("hd,lhd->hl", q[i].double(), k) * width**-0.5).softmax(-1)
-        exact = torch.einsum("hl,lhd->hd", p, v)
-        torch.testing.assert_close(found[i].double(), exact, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(plain[i].double(), exact, atol=1e-5, rtol=1e-5)
 
 
 def perturbed_decoder():

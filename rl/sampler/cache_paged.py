@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl.sampler.attention_paged import paged_attention, parts_of
+from kernels import attend_pages
+from rl.sampler.attention_paged import pages_of
 from rl.sampler.cache import DecodeState, LogitsReader
 from rl.sampler.forward_fast import FastForward
 from rl.sampler.pages import PromptPages, Tables
@@ -145,12 +146,12 @@ class PagedState(DecodeState):
         page_N = torch.tensor([page for page, _, _ in places], device=device)
         place_N = torch.tensor([place for _, place, _ in places], device=device)
         lengths = np.array([row.length for row in self.tables.rows])
-        parts = parts_of([row.pages for row in self.tables.rows], lengths, self.tables.shared_pages(), self.page, device)
+        table, length, shared = pages_of([row.pages for row in self.tables.rows], lengths, self.tables.shared_pages(), self.page, device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.kv[layer][0, page_N, place_N] = k
             self.kv[layer][1, page_N, place_N] = v
-            return paged_attention(q, self.kv[layer], parts).flatten(1)
+            return attend_pages(q, self.kv[layer], table, length, shared).flatten(1)
 
         positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)

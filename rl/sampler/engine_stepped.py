@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.sampler.attention_paged import own_and_shared
 from rl.sampler.cache import compaction
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine_paged import PagedEngine
@@ -156,33 +157,22 @@ class SteppedEngine(PagedEngine):
         self, b: StepBuffers, bucket: int, left: np.ndarray, written: np.ndarray, shared: list[tuple[list[int], list[int]]], size: int
     ) -> None:
         """The rows as they are now; those of the bucket that are nobody's have ended."""
-        rows, table = self._rows, np.zeros((bucket, b.table.shape[1]), np.int32)
-        skip, shares = np.zeros(bucket, np.int64), np.zeros(bucket, np.bool_)
+        rows, tables = self._rows, [row.pages for row in self._state.tables.rows]
         groups = max(bucket // 2, 1)
-        shared_table, shared_length = np.zeros((groups, b.table.shape[1]), np.int32), np.zeros(groups, np.int32)
-        group = np.zeros(bucket, np.int64)
-        for number, (members, pages) in enumerate(shared):
-            skip[members], shares[members], group[members] = len(pages) * size, True, number
-            shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * size
-        for i, row in enumerate(self._state.tables.rows):
-            own = row.pages[skip[i] // size :]
-            table[i, : len(own)] = own
-        order = np.argsort(np.where(shares, group, groups), kind="stable")
-        counts = np.bincount(group[shares], minlength=groups)
+        skip, table, _, together = own_and_shared(tables, written + 1, shared, size, bucket, groups, b.table.shape[1])
         greedy = rows["temperature"] == 0
         padded: dict[str, np.ndarray] = {"token": rows.last_tokens(), "position": written, "left": left, "stop_row": rows["stop_row"]}
         for name, values in padded.items():
             self._say(getattr(b, name)[:bucket], np.pad(values, (0, bucket - len(values))))
-        whole: dict[str, np.ndarray] = {"skip": skip, "table": table, "shares": shares, "order": order, "place": np.argsort(order)}
-        for name, values in whole.items():
+        by_row = {"skip": skip, "table": table} | {name: together[name] for name in ("order", "place", "group", "shares")}
+        for name, values in by_row.items():
             self._say(getattr(b, name)[:bucket], values)
         self._say(b.greedy[:bucket], np.pad(greedy, (0, bucket - len(greedy))))
         warm = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)
         self._say(b.temperature[:bucket], np.pad(warm, (0, bucket - len(warm)), constant_values=1.0))
-        self._say(b.group[:bucket], group[order])
-        self._say(b.starts[: groups + 1], np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-        self._say(b.shared_table[:groups], shared_table)
-        self._say(b.shared_length[:groups], shared_length)
+        self._say(b.starts[: groups + 1], together["starts"])
+        self._say(b.shared_table[:groups], together["table"])
+        self._say(b.shared_length[:groups], together["length"])
 
     @staticmethod
     def _say(to: Tensor, values: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kernels import draw, step
+from kernels import SharedPages, attend_pages, draw, step
 from rl.sampler.forward_fast import FastForward
 from rl.sampler.token_sampling import RowSettings
 from rl.sampler.token_sampling import draw as draw_from_logits
@@ -23,8 +23,8 @@ class StepBuffers:
     """What a step reads and writes, for the most rows there are; `make` says the sizes.
 
     By row: the `token` to be fed, its `position`, how many are `left` to draw (0: ended), `skip` positions that lie in shared pages,
-    `table` the other pages, `stop_row` of `stops`. `order` the rows by group, those of no group last; `place` where each stands in it;
-    `group` of each of `order`. `at`: the step since the host looked, to which `uniform` belong and `tokens` and `logprobs` go.
+    `table` the other pages, `stop_row` of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the host
+    looked, to which `uniform` belong and `tokens` and `logprobs` go.
     """
 
     token: Tensor  # [R] int64
@@ -35,7 +35,6 @@ class StepBuffers:
     stop_row: Tensor  # [R] int64
     temperature: Tensor  # [R] float32, above 0; of greedy rows 1
     greedy: Tensor  # [R] bool
-    rows: Tensor  # [R + 1] int32: 0, 1, 2, ..
     shares: Tensor  # [R] bool: whether the row is of a group
     order: Tensor  # [R] int64
     place: Tensor  # [R] int64
@@ -67,13 +66,12 @@ class StepBuffers:
         }
         made = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
         made["temperature"] = torch.ones(rows, device=device)
-        made["rows"] = torch.arange(rows + 1, dtype=torch.int32, device=device)
         return cls(**made)
 
     def first(self, rows: int) -> StepBuffers:
         """Views of the first rows. Narrowed, since Python's indexing asks a device even of fake tensors."""
         groups, ways = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
-        counts = {"rows": rows + 1, "starts": groups + 1, "shared_table": groups, "shared_length": groups}
+        counts = {"starts": groups + 1, "shared_table": groups, "shared_length": groups}
         whole = {"stops", "at"}
         views = {field.name: getattr(self, field.name) for field in fields(self)}
         return StepBuffers(**{
@@ -91,14 +89,17 @@ def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, buffers: StepBu
     ended, lives, position = b.left < 1, b.left > 0, b.position
     mine = position - b.skip
     page = b.table.gather(1, (mine // size).unsqueeze(1)).squeeze(1).long().masked_fill(ended, nobody)
-    place, length = position % size, (mine + 1).int()
+    place, length = position % size, (mine + 1).int().masked_fill_(ended, 1)
+    table = b.table.narrow(1, 0, width)
+    shared_table = b.shared_table.narrow(1, 0, width)
+    groups = SharedPages(b.order, b.place, b.group, b.shares, b.starts, shared_table, b.shared_length) if shared else None
     residual, x = model.embed(b.token), None
     for i, layer in enumerate(model.layers):
         normed = step.residual_rms(x, residual, layer.norm_in, a.eps)
         qkv = layer.qkv(normed).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
         norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
         q = step.rope_append(qkv, norm_qk, a.eps, rope, position, kv[i], page, place, a.heads)
-        x = layer.out(_attend(q, kv[i], b, length, width, shared).flatten(1))
+        x = layer.out(attend_pages(q, kv[i], table, length, groups).flatten(1))
         normed = step.residual_rms(x, residual, layer.norm_mlp, a.eps)
         x = layer.down(step.silu_mul(layer.gate_up(normed)))
     hidden = step.residual_rms(x, residual, model.norm_E, a.eps)
@@ -118,49 +119,3 @@ def _draw(model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tens
     if head.adapter is None and head.bias is None and hidden.dtype == head.weight.dtype:
         return draw(hidden, head.weight, temperature, uniform, greedy)
     return draw_from_logits(head(hidden), uniform, RowSettings(temperature_N=temperature, greedy_N=greedy))
-
-
-def _attend(q: Tensor, kv: Tensor, b: StepBuffers, length: Tensor, width: int, shared: bool) -> Tensor:
-    """Each row over its own pages and over its group's, merged by their log-sum-exp; [R, H, D]."""
-    out, lse = _read(q, kv, b.rows, None, b.table.narrow(1, 0, width), length, 1)
-    if not shared:
-        return out
-    table = b.shared_table.narrow(1, 0, width)
-    more, more_lse = _read(q.index_select(0, b.order), kv, b.starts, b.group, table, b.shared_length, len(q))
-    more, more_lse = more.index_select(0, b.place), more_lse.index_select(0, b.place)
-    weight = torch.sigmoid(more_lse - lse).unsqueeze(-1)  # e^a / (e^a + e^b)
-    merged = torch.lerp(out.float(), more.float(), weight).to(out.dtype)
-    return torch.where(b.shares.view(-1, 1, 1), merged, out)  # what was read for rows of no group says nothing
-
-
-def _read(
-    q: Tensor, kv: Tensor, starts: Tensor, group: Tensor | None, table: Tensor, length: Tensor, most: int
-) -> tuple[Tensor, Tensor]:
-    """Queries over the pages of their sequences: outputs [R, H, D] and log-sum-exps [R, H]. `most` queries a sequence.
-
-    `starts`: where each sequence's queries begin. `group`: the sequence of each query (None: its own number). One split on CUDA, for
-    the reasons that attention_paged.py gives.
-    """
-    if not q.is_cuda:
-        table, length = (table, length) if group is None else (table[group], length[group])
-        return _gathered(q, kv, table, length)
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    keys, values = kv.unbind(0)
-    out, lse = varlen_attn(
-        q, keys, values, starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
-        num_splits=1, return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
-    return out, lse.transpose(0, 1)
-
-
-def _gathered(q: Tensor, kv: Tensor, table: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_read` for one table and length a query. Where the length is 0 both are no numbers."""
-    k, v = kv[:, table.long()].flatten(2, 3).float().unbind(0)  # [R, B S, K, D]
-    score = torch.einsum("rkhd,rlkd->rkhl", q.float().unflatten(1, (k.shape[2], -1)), k) * q.shape[-1] ** -0.5
-    hidden = torch.arange(k.shape[1], device=q.device) >= length[:, None]
-    score = score.masked_fill(hidden[:, None, None], -torch.inf)
-    lse = score.logsumexp(-1)
-    v = v.masked_fill(hidden[:, :, None, None], 0.0)  # whatever lies there, which 0 would not end
-    out = torch.einsum("rkhl,rlkd->rkhd", (score - lse.unsqueeze(-1)).exp(), v)
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1)

@@ -1,0 +1,198 @@
+"""The kernels of `attend_pages`: every query head of a key head together, so that a key is read once for all of them.
+
+A sequence's positions go to a fixed number of splits, which hangs on the number of rows alone, each an even share of its own length: a
+row's bits do not hang on its neighbours' lengths. The splits' outputs and log-sum-exps, and those of the group's pages, are put together
+by a third kernel; where there is one split and no group the first writes the output itself. float32 sums; units of log 2.
+Flash-decoding's shape (Dao et al., 2023); a group's part is its prompt read once for all queries of the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import LOG2E
+from kernels.operands import interpreting
+from kernels.shared_pages import SharedPages
+
+FLOOR = tl.constexpr(-1e30)
+# Programs that a launch should have at least: eight for each of an H100's 132 SMs. More splits than 32 pay for their merging only.
+PROGRAMS, SPLITS = 1056, 32
+QUERIES = 64  # of a window of a group's rows, heads counted
+BATCH = ("R", "splits", "first", "parts")  # numbers of a bucket of rows: a variant for each would be compiled in the midst of a run
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _share(length, split, splits, BN: tl.constexpr):
+    """Positions [begin, end) of a split: whole blocks, the last ones fewer or none."""
+    each = tl.cdiv(tl.cdiv(length, BN), splits) * BN
+    begin = tl.minimum(split * each, length)
+    return begin, tl.minimum(begin + each, length)
+
+
+@triton.jit
+def _over_pages(
+    q, m, total, acc, seen, k_ptr, v_ptr, table_ptr, begin, end, stride_page, stride_place, scale,
+    S: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values of queries q [BM, BLOCK] after positions [begin, end) too, for the rows that `seen` [BM] says."""
+    cols = tl.arange(0, BLOCK)
+    for start in tl.range(begin, end, BN):
+        n = start + tl.arange(0, BN)
+        inside = n < end
+        if S % BN == 0:  # `begin` is a whole number of blocks, so a block lies in one page
+            at = tl.load(table_ptr + start // S).to(tl.int64) * stride_page + (start % S + tl.arange(0, BN)) * stride_place
+        else:
+            at = tl.load(table_ptr + n // S, mask=inside, other=0).to(tl.int64) * stride_page + (n % S) * stride_place
+        where = at[:, None] + cols[None, :]
+        mask = inside[:, None] & (cols < D)[None, :]
+        k = tl.load(k_ptr + where, mask=mask, other=0.0)
+        v = tl.load(v_ptr + where, mask=mask, other=0.0)
+        if UPCAST:  # the interpreter multiplies bfloat16 wrongly
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        here = seen[:, None] & inside[None, :]
+        new_m = tl.maximum(m, tl.max(tl.where(here, score, FLOOR), 1))
+        p = tl.where(here, tl.exp2(score - new_m[:, None]), 0.0)
+        decay = tl.exp2(m - new_m)
+        total = total * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+        m = new_m
+    return m, total, acc
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _own_kernel(
+    q_ptr, kv_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, splits, parts,
+    stride_row, stride_head, plane, stride_page, stride_place, stride_table, scale,
+    K: tl.constexpr, REPEAT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+    PARTIAL: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A row's query heads of one key head over a split of its own pages: to out[row, head, split] and lse, or the output itself."""
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    begin, end = _share(tl.load(length_ptr + row), split, splits, BN)
+    j, cols = tl.arange(0, BM), tl.arange(0, BLOCK)
+    inside = j < REPEAT
+    mask = inside[:, None] & (cols < D)[None, :]
+    heads = head * REPEAT + j
+    q = tl.load(q_ptr + row * stride_row + heads[:, None] * stride_head + cols[None, :], mask=mask, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    m, total = tl.full((BM,), FLOOR, tl.float32), tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BLOCK), tl.float32)
+    k_ptr = kv_ptr + head * D
+    m, total, acc = _over_pages(
+        q, m, total, acc, inside, k_ptr, k_ptr + plane, table_ptr + row * stride_table, begin, end, stride_page, stride_place, scale,
+        S, D, BN, BLOCK, UPCAST, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = (row * (K * REPEAT) + heads) * parts + split
+    tl.store(out_ptr + at[:, None] * D + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if PARTIAL:
+        tl.store(lse_ptr + at, m + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=inside)
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _shared_kernel(
+    q_ptr, kv_ptr, order_ptr, group_ptr, shares_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, R, splits, first, parts,
+    stride_row, stride_head, plane, stride_page, stride_place, stride_table, scale,
+    K: tl.constexpr, REPEAT: tl.constexpr, HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A window of rows, side by side in `order`, over a split of the pages of each group that it meets; of HEADS heads REPEAT exist."""
+    window, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, j, cols = window * (BM // HEADS) + tl.arange(0, BM) // HEADS, tl.arange(0, BM) % HEADS, tl.arange(0, BLOCK)
+    inside = (i < R) & (j < REPEAT)
+    row = tl.load(order_ptr + i, mask=i < R, other=0)
+    member = tl.load(shares_ptr + row, mask=i < R, other=0).to(tl.int32) > 0
+    group = tl.where(member, tl.load(group_ptr + i, mask=i < R, other=0).to(tl.int32), -1)
+    heads = head * REPEAT + j
+    mask = inside[:, None] & (cols < D)[None, :]
+    q = tl.load(q_ptr + (row * stride_row + heads * stride_head)[:, None] + cols[None, :], mask=mask, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    m, total = tl.full((BM,), FLOOR, tl.float32), tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BLOCK), tl.float32)
+    k_ptr = kv_ptr + head * D
+    last = tl.max(group, 0)
+    for number in range(tl.min(tl.where(group < 0, last + 1, group), 0), last + 1):
+        begin, end = _share(tl.load(length_ptr + number), split, splits, BN)
+        m, total, acc = _over_pages(
+            q, m, total, acc, inside & (group == number), k_ptr, k_ptr + plane, table_ptr + number * stride_table, begin, end,
+            stride_page, stride_place, scale, S, D, BN, BLOCK, UPCAST, PRECISION,
+        )  # fmt: skip
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = (row * (K * REPEAT) + heads) * parts + first + split
+    tl.store(out_ptr + at[:, None] * D + cols[None, :], acc, mask=mask)
+    tl.store(lse_ptr + at, m + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=inside)
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _merge_kernel(part_ptr, lse_ptr, out_ptr, parts, D: tl.constexpr, MOST: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
+    """The parts of one head of one row, always in the same order. A part that saw nothing has a log-sum-exp of FLOOR."""
+    at = tl.program_id(0).to(tl.int64)
+    every, cols = tl.arange(0, MOST), tl.arange(0, BLOCK)
+    lse = tl.load(lse_ptr + at * parts + every, mask=every < parts, other=FLOOR)
+    top = tl.max(lse, 0)
+    total = tl.sum(tl.where(every < parts, tl.exp2(lse - top), 0.0), 0)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, parts, SOME):
+        some = begin + tl.arange(0, SOME)
+        inside = some < parts
+        weight = tl.exp2(tl.load(lse_ptr + at * parts + some, mask=inside, other=FLOOR) - top)
+        mask = inside[:, None] & (cols < D)[None, :]
+        acc += tl.sum(tl.load(part_ptr + (at * parts + some)[:, None] * D + cols[None, :], mask=mask, other=0.0) * weight[:, None], 0)
+    tl.store(out_ptr + at * D + cols, (acc / total).to(out_ptr.dtype.element_ty), mask=cols < D)
+
+
+# ------------------------------------------------------------------------------------------------------------ launch
+
+
+def splits_for(programs: int) -> int:
+    """Splits of each sequence where a launch would have so many programs without: a power of two."""
+    return min(1 << max((PROGRAMS // programs).bit_length() - 1, 0), SPLITS)
+
+
+def sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, int]:
+    """Tile and pipeline by the bytes of a key, so that any GPU's shared memory and registers hold them; (options, BM, BM of a window)."""
+    block, heads = max(triton.next_power_of_2(width), 16), triton.next_power_of_2(repeat)
+    wide = max(block * itemsize // 256, itemsize // 2)  # 2 for float32, whose products take three, and for 256 numbers of bfloat16
+    options = {"D": width, "BLOCK": block, "BN": max(64 // wide, 16), "num_warps": 4, "num_stages": 3 if block * itemsize <= 128 else 2}
+    window = max(QUERIES // wide // heads, 1)
+    return options, max(heads, 16), max(window * heads, 16)
+
+
+def attend_pages(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None) -> Tensor:
+    (R, H, D), (_, _, S, K, _) = q.shape, kv.shape
+    q = q if q.stride(2) == 1 else q.contiguous()
+    repeat, heads = H // K, triton.next_power_of_2(H // K)
+    tile, one, several = sizes(D, q.element_size(), repeat)
+    windows = triton.cdiv(R, several // heads)
+    own = splits_for(R * K)
+    more = 0 if shared is None else splits_for(windows * K)
+    parts = own + more
+    out = q.new_empty((R, H, D))
+    part = out if parts == 1 else q.new_empty((R, H, parts, D), dtype=torch.float32)
+    lse = part if parts == 1 else q.new_empty((R, H, parts), dtype=torch.float32)
+    strides = (q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2))
+    options: dict[str, Any] = {"K": K, "REPEAT": repeat, "S": S, "UPCAST": interpreting(), **tile}
+    options["PRECISION"] = "tf32x3" if q.dtype == torch.float32 else "ieee"
+    scale = D**-0.5 * LOG2E
+    if shared is not None:
+        _shared_kernel[(windows, K, more)](
+            q, kv, shared.order, shared.group, shared.shares, shared.table, shared.length, part, lse, R, more, own, parts,
+            *strides, shared.table.stride(0), scale, HEADS=heads, BM=several, **options,
+        )  # fmt: skip
+    _own_kernel[(R, K, own)](
+        q, kv, table, length, part, lse, own, parts, *strides, table.stride(0), scale, BM=one, PARTIAL=parts > 1, **options,
+    )  # fmt: skip
+    if parts > 1:
+        _merge_kernel[(R * H,)](part, lse, out, parts, D=D, MOST=2 * SPLITS, SOME=8, BLOCK=options["BLOCK"], num_warps=1)
+    return out

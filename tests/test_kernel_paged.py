@@ -1,0 +1,183 @@
+"""Attention over pages: torch's gathered way and the kernels (in Triton's interpreter) against each row's whole softmax in float64."""
+
+import numpy as np
+import pytest
+import torch
+from interpreting import INTERPRETED, run_interpreted
+
+from kernels import SharedPages, attend_pages
+from kernels.paged_attention import trial_inputs
+from rl.sampler.attention_paged import pages_of
+
+pytest.importorskip("triton", reason="triton is not installed")
+# of the largest value: float32's sums; what rounding the weights of values to the operands' dtype, and the output, loses
+ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+
+
+@pytest.mark.slow
+def test_paged_attention_in_the_interpreter():
+    run_interpreted(__file__, "not gpu")
+
+
+test_paged_attention_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def way(monkeypatch):
+    """The function under test, of so many programs at most: each costs 10 ms in the interpreter."""
+    if not INTERPRETED:
+        return lambda programs=24: attend_pages
+    from interpreting import patch_once
+
+    from kernels import paged_attention_triton
+
+    patch_once()
+
+    def sized(programs=24):
+        monkeypatch.setattr(paged_attention_triton, "PROGRAMS", programs)
+        return paged_attention_triton.attend_pages
+
+    return sized
+
+
+def batch(rng, size, most):
+    """Tables, lengths and groups of a few rows: pages in any order, each group's first ones its own, lengths at and around pages' ends."""
+    tables, lengths, shared = [], [], []
+    pages = iter(rng.permutation(200).tolist())
+
+    def take(count):
+        return [next(pages) for _ in range(count)]
+
+    for _ in range(int(rng.integers(1, 4))):
+        members, first = int(rng.integers(1, most)), int(rng.integers(1, 4))
+        begin = take(first) if members > 1 else []
+        if begin:
+            shared.append((list(range(len(tables), len(tables) + members)), begin))
+        for _ in range(members):
+            count = int(rng.integers(1, 3))
+            own = int(rng.choice([1, size, count * size, int(rng.integers(1, count * size + 1))]))
+            tables.append(begin + take(-(-own // size)))
+            lengths.append(len(begin) * size + own)
+    order = rng.permutation(len(tables))  # a group's rows stand anywhere
+    where = np.argsort(order)
+    shared = [(sorted(where[rows].tolist()), begin) for rows, begin in shared]
+    return [tables[i] for i in order], np.array(lengths)[order], shared
+
+
+def exact(q, kv, tables, lengths):
+    """Each row's softmax over its sequence, float64."""
+    repeat, found = q.shape[1] // kv.shape[3], []
+    for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
+        k, v = (x[table].flatten(0, 1)[:length].double().repeat_interleave(repeat, 1) for x in kv)
+        p = (torch.einsum("hd,lhd->hl", q[i].double(), k) * q.shape[-1] ** -0.5).softmax(-1)
+        found.append(torch.einsum("hl,lhd->hd", p, v))
+    return torch.stack(found)
+
+
+def test_against_whole_softmaxes(way):
+    """100 batches: every repeat of key heads, widths that are no power of two, pages of any size, groups of any rows, three dtypes."""
+    rng = np.random.default_rng(0)
+    with_groups, most_splits = 0, 0
+    for _ in range(100):
+        g = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
+        dtype = [torch.float32, torch.float16, torch.bfloat16][int(rng.integers(3))]
+        size, width = int(rng.choice([3, 16, 64, 128])), int(rng.choice([5, 16, 20, 64, 80]))
+        key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7, 20]))
+        tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
+        kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
+        whole = torch.randn(len(tables), key_heads * repeat + 2, width + 3, generator=g).to(dtype)
+        q = whole[:, 1:-1, :width]  # rows and heads that do not lie side by side
+        kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = torch.nan  # nobody reads these
+        found = way(int(rng.choice([1, 8, 40])))(q, kv, *pages_of(tables, lengths, shared, size, kv.device))
+        truth = exact(q, kv, tables, lengths)
+        assert found.dtype == dtype and found.shape == truth.shape
+        assert float((found.double() - truth).abs().max()) <= ROUNDING[dtype] * (1.0 + float(truth.abs().max()))
+        with_groups += bool(shared)
+        most_splits = max(most_splits, int(lengths.max()))
+    assert with_groups > 30 and most_splits > 256
+
+
+def test_what_lies_behind_a_sequence_says_nothing(way):
+    """NaN and infinities in the rest of a page, in pages past the table's end, and in rows beside."""
+    q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.float32, 4, 2, 16, 8)
+    clean = way()(q, kv, table, length, shared)
+    for i in range(7):
+        for at in range(int(length[i]), 16):
+            kv[:, table[i, at // 8].long(), at % 8] = torch.nan if at % 2 else torch.inf
+    assert torch.equal(way()(q, kv, table, length, shared), clean)
+    q[3] = torch.nan
+    found = way()(q, kv, table, length, shared)
+    others = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(found[others], clean[others]) and found[3].isnan().all()
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_scores_far_from_zero(way, sign):
+    """All of them near -300, or 300, where a sum of exponentials that nothing is taken from has no number."""
+    q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.float32, 4, 2, 16, 8)
+    q, kv = sign * (300 + q), (kv / 10).add_(torch.tensor([0.25, 0.0]).view(2, 1, 1, 1, 1))
+    every = shared.table[shared.group[shared.place]].long()
+    tables, lengths = [], []
+    for i in range(7):
+        first = every[i, : int(shared.length[shared.group[shared.place[i]]]) // 8].tolist() if shared.shares[i] else []
+        tables.append(first + table[i].tolist())
+        lengths.append(8 * len(first) + int(length[i]))
+    truth = exact(q, kv, tables, np.array(lengths))
+    torch.testing.assert_close(way()(q, kv, table, length, shared).double(), truth, atol=1e-4, rtol=0)
+
+
+def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
+    """The same number of rows, all others changed: their queries, their lengths, their pages."""
+    q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64)
+    row = 4  # of no group
+    found = way()(q, kv, table, length, shared)
+    other = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    other[row] = q[row]
+    lengths = torch.tensor([128, 3, 77, 128, int(length[row]), 1, 90], dtype=torch.int32)
+    tables = table.flip(0)
+    tables[row] = table[row]
+    for given in (shared, SharedPages(**{name: getattr(shared, name) for name in shared.__slots__} | {"length": shared.length // 2})):
+        assert torch.equal(way()(other, kv, tables, lengths, given)[row], found[row])
+
+
+def test_splits_hang_on_the_number_of_rows_alone():
+    from kernels.paged_attention_triton import SPLITS, splits_for
+
+    assert [splits_for(n) for n in (1, 8, 33, 64, 528, 529, 1056, 1057, 32_768)] == [32, 32, 32, 16, 2, 1, 1, 1, 1]
+    assert SPLITS == 32
+
+
+def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
+    """As on a device: the first way that gives the gathered numbers; one that raises, differs or is not there is passed by, aloud."""
+    from kernels import paged_attention as module
+
+    here = torch.device("cpu")
+    inputs = trial_inputs(here, torch.bfloat16, 4, 2, 16, 8)
+    monkeypatch.setattr(module, "trial_inputs", lambda device, *rest: inputs)
+    right = module.merged(module.read_gathered, *inputs)
+
+    def taken(triton, varlen, has_varlen=True):
+        def by(way, *args):
+            found = {"triton": triton, "varlen": varlen}[way]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(module, "_by", by)
+        monkeypatch.setattr(module, "varlen_has_pages", lambda: has_varlen)
+        module._tried.cache_clear()
+        try:
+            return module._tried(0, torch.bfloat16, 4, 2, 16, 8)
+        finally:
+            module._tried.cache_clear()
+
+    assert taken(right, right) == "triton"
+    with pytest.warns(UserWarning, match="by triton is not right on this device .RuntimeError: no kernel image.; another way"):
+        assert taken(RuntimeError("no kernel image\nand more"), right) == "varlen"
+    for wrong in (right + 0.5, right * torch.nan):
+        with pytest.warns(UserWarning, match="outputs are .* apart"):
+            assert taken(wrong, right) == "varlen"
+    with pytest.warns(UserWarning, match="by triton"):
+        assert taken(right + 0.5, right, has_varlen=False) == "gathered"
+    with pytest.warns(UserWarning, match="by varlen"):
+        assert taken(right + 0.5, right + 0.5) == "gathered"
