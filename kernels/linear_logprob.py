@@ -1,10 +1,11 @@
 """`linear_logprob`: hidden states and an LM head to the target's logprob and the entropy of each token, without logits.
 
-Four plans, chosen from what needs a gradient and from the budget of bytes:
+Five plans, chosen from what needs a gradient and from the budget of bytes:
     none       forward only
     saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all), but for the
                kernels under a gradient of the entropy, whose kept values are too coarse for it: they recompute
     expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
+    whole      as saved where the budget has room for two: the scores' gradient in one piece too, and two products of it
     recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
 linear_logprob_launch.py (kernels in linear_logprob_triton.py) does the work on CUDA, linear_logprob_torch.py elsewhere; they
 have the same functions.
@@ -43,6 +44,7 @@ from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
 from kernels.tiles import device_of, tiles_for
 
 NAME = "linear_logprob"
+KEEPING = ("saved", "whole")  # plans that keep [T, V]
 
 # ------------------------------------------------------------------------------------------------------------ launch
 
@@ -60,7 +62,7 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
     tokens, nothing = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.float32)
     if plan == "expected":
         return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), nothing
-    if plan != "saved":
+    if plan not in KEEPING:
         return hidden_TD.new_empty(0, dtype=torch.float32), nothing
     if not triton_works(hidden_TD):
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
@@ -86,7 +88,7 @@ def _forward(
         return logp.clone(), ent.clone(), lse.clone(), kept.zero_(), exponents
     backend = _backend(hidden)
     with on_device(hidden):
-        if plan == "saved":
+        if plan in KEEPING:
             keep = (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
             out = backend.saved_forward(x, weight, y, bias, head, *keep, entropy=entropy)
         else:
@@ -131,10 +133,11 @@ def _gradients(
         slope = None if softcap is None else 1.0 - ((take(logp, rows) + lse) * (temperature / softcap)).square_()
         dx = linear_logprob_torch.backward_frozen(weight, y, head, co, slope, take(kept, rows)).to(hidden.dtype)
         grads = Gradients(dx, None, None)
-    elif plan == "saved" and (co.c is None or not exponents.numel()):
+    elif plan in KEEPING and (co.c is None or not exponents.numel()):
         # Kept rows are those that took part in the forward, closed up; the k-th used row is row k there.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
         keep = (kept, exponents, take(logp, rows)) if exponents.numel() else (kept,)
+        wanted |= {"whole": True} if plan == "whole" else {}
         with on_device(hidden):
             grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **wanted)
     else:
@@ -189,9 +192,10 @@ def _plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int)
     head_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or head_learns):
         return "none"
-    itemsize = hidden.element_size() if triton_works(hidden) else 4
-    if hidden.shape[0] * weight.shape[0] * itemsize <= saved_bytes:
-        return "saved"
+    fused = triton_works(hidden)
+    kept = hidden.shape[0] * weight.shape[0] * (hidden.element_size() if fused else 4)
+    if kept <= saved_bytes:
+        return "whole" if fused and 2 * kept <= saved_bytes else "saved"
     return "recompute" if head_learns else "expected"
 
 
@@ -231,8 +235,8 @@ def linear_logprob(
         weight: [V, D], of the same dtype (under autocast both are cast first). bias: [V] or None.
         target: [...] token ids. Positions with `ignore_index` take no part: all outputs are 0 there, without gradient.
         entropy: False leaves the entropy out (None is returned in its place) and saves one pass over the scores.
-        saved_bytes: up to this many bytes a tensor of T x V is kept for the backward; 0 never keeps one. None: on a GPU what
-            `spare_bytes` finds free, elsewhere SAVED_BYTES.
+        saved_bytes: up to this many bytes a tensor of T x V is kept for the backward, and a second one made there if both fit; 0 never
+            keeps one. None: on a GPU what `spare_bytes` finds free, elsewhere SAVED_BYTES.
             (Off CUDA, up to TINY_BYTES, torch's own operations are used, which keep two or three.)
             The values do not depend on it beyond rounding.
         checked: every target is known to lie in [0, V). On a GPU this spares the forward its wait for the device; nothing is

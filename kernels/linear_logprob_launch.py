@@ -28,7 +28,7 @@ from kernels.linear_logprob_triton import (
 from kernels.linear_logprob_ws import _dlogits_ws_kernel, _forward_ws_kernel
 from kernels.operands import add_mm_, cut_rows, interpreting, matmul_options, operand
 from kernels.slabs import chunk_rows, slabs
-from kernels.tiles import SPECIAL, Tiles, device_of, tiles_for
+from kernels.tiles import SPECIAL, Tiles, device_of, multiprocessors, tiles_for
 
 
 def special_tiles(x: Tensor) -> Tiles | None:
@@ -49,7 +49,12 @@ def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     out = scores.combine(scores.statistics(True))
     dz = torch.zeros(300, 905, dtype=dtype, device=device)
     scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, Coefficients(a, -a, a.flip(0)))
-    return out.logp, out.entropy, out.lse, dz.float()
+    kept, exponents = dz.new_zeros(300, 5008).narrow(1, 0, 5001), a.new_zeros(triton.cdiv(5001, scores.tiles.columns), 300)
+    again = scores.combine(scores.statistics(True, (kept, exponents)))
+    p = torch.empty_like(dz)
+    one, zero = torch.ones_like(a), torch.zeros_like(a)
+    scores.saved_dlogits(p, 0, 905, kept, exponents, None, again.logp * LOG2E, again.lse * LOG2E, zero, one)
+    return out.logp, out.entropy, out.lse, again.logp, again.entropy, torch.cat((p, dz)).float()
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -101,16 +106,20 @@ class Scores:
         sizes |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
         return sizes | {name: self.options[name] for name in ("UPCAST", "PRECISION")}
 
-    def statistics(self, entropy: bool) -> Tensor:
-        """One launch over all scores: the partial numbers of every row, and `at_target`."""
-        splits, tiles = self.whole_splits(), self.special
+    def statistics(self, entropy: bool, keep: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """One launch over all scores: the partial numbers of every row, and `at_target`; what the saved plan keeps to `keep`."""
+        splits, tiles, x = self.whole_splits(), self.special, self.x
         part = self.parts(splits, 1)
+        kept, exponents = keep or (part, part)
         if tiles is None:
-            self.forward(part, 0, self.V, 0, splits, entropy=entropy)
+            own = None if keep is None else torch.full((self.N,), LOW, dtype=torch.float32, device=x.device)
+            how: dict[str, Any] = {} if keep is None else {"kept": kept, "exponents": exponents, "ref": own}
+            self.forward(part, 0, self.V, 0, splits, entropy=entropy, **how)
         else:
             _forward_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
-                self.x, self.w, self.y, part, self.at_target, self.N, self.V, triton.cdiv(self.V, tiles.columns), splits,
-                self.x.stride(0), self.w.stride(0), self.head.in_scale, SPLITS=splits, ENTROPY=entropy, **self.special_options(tiles),
+                x, self.w, self.y, part, self.at_target, kept, exponents, self.N, self.V, triton.cdiv(self.V, tiles.columns), splits,
+                exponents.shape[0], x.stride(0), self.w.stride(0), kept.stride(0), exponents.stride(0), self.head.in_scale, SPLITS=splits,
+                ENTROPY=entropy, KEEP=keep is not None, HALVES=tiles.columns // self.tiles.columns, **self.special_options(tiles),
             )  # fmt: skip
         return part
 
@@ -136,30 +145,43 @@ class Scores:
         return Forward(logp, entropy, lse, None)
 
     def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:
-        splits, tiles = (SLAB_SPLITS if self.blocks() >= GROUP else SPLITS), self.special  # few rows: a program for each tile
+        tiles, c = self.special, co.b if co.c is None else co.c
         if tiles is not None:
-            _dlogits_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
-                self.x, self.w, self.y, lse2, co.a, co.b, co.b if co.c is None else co.c, out, self.N, self.V, lo,
-                triton.cdiv(hi - lo, tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
-                SPLITS=splits, HAS_C=co.c is not None, **self.special_options(tiles),
+            count = triton.cdiv(hi - lo, tiles.columns)
+            _dlogits_ws_kernel[(min(multiprocessors(self.x), triton.cdiv(self.N, tiles.rows) * count),)](
+                self.x, self.w, self.y, lse2, co.a, co.b, c, out, self.N, self.V, lo, count, self.x.stride(0), self.w.stride(0),
+                out.stride(0), self.head.in_scale, HAS_C=co.c is not None, **self.special_options(tiles),
             )  # fmt: skip
             return
+        splits = SLAB_SPLITS if self.blocks() >= GROUP else SPLITS  # few rows: a program for each tile
         _dlogits_kernel[(self.blocks() * splits,)](
-            self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, co.b if co.c is None else co.c, out, self.N,
-            self.V,
+            self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, c, out, self.N, self.V,
             lo, triton.cdiv(hi - lo, self.tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
             self.head.out_scale, HAS_C=co.c is not None, SPLITS=splits, **self.options,
         )  # fmt: skip
 
-    def gradients(self, fill: Fill, need_x: bool, need_w: bool, need_bias: bool, first: int = 0) -> Gradients:
+    def saved_dlogits(
+        self, out: Tensor, lo: int, hi: int, kept: Tensor, exponents: Tensor, at: Tensor | None, logp2: Tensor, lse2: Tensor, a: Tensor,
+        b: Tensor,
+    ) -> None:  # fmt: skip
+        """From what `statistics` kept; row i is row at[i] there (None: i)."""
+        BM, BN = 32, self.tiles.columns
+        count = triton.cdiv(hi - lo, BN)
+        _saved_dlogits_kernel[(triton.cdiv(self.N, BM) * count,)](
+            kept, exponents, self.y if at is None else at, self.y, logp2, lse2, a, b, out, self.N, self.V, lo, lo // BN, count,
+            kept.stride(0), exponents.stride(0), out.stride(0), self.head.out_scale, BM=BM, BN=BN, SOFTCAP=self.head.softcap is not None,
+            HAS_AT=at is not None, num_warps=8,
+        )  # fmt: skip
+
+    def gradients(self, fill: Fill, need_x: bool, need_w: bool, need_bias: bool, first: int = 0, whole: bool = False) -> Gradients:
         """dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab: dW[slab] is rounded once, dX adds up in float32.
 
-        dW of the columns before `first` is 0.
+        dW of the columns before `first` is 0. `whole`: in one piece, and two products of it, whatever it takes.
         """
-        spans = list(slabs(self.V, self.tiles.columns))
-        chunks = self.chunks(spans[0][1])
+        spans = [(0, self.V)] if whole else list(slabs(self.V, self.tiles.columns))
+        chunks = [(slice(0, self.N), self)] if whole else self.chunks(spans[0][1])
         buffer = self.x.new_empty(chunks[0][1].N * (spans[0][1] - spans[0][0]))
-        dx = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device) if need_x else None
+        dx = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device) if need_x and not whole else None
         dw = (torch.zeros if first else torch.empty)(self.w.shape, dtype=self.w.dtype, device=self.w.device) if need_w else None
         learns = None if dw is None else dw.narrow(1, first, dw.shape[1] - first)
         db = torch.zeros(self.V, dtype=torch.float32, device=self.w.device) if need_bias else None
@@ -173,7 +195,9 @@ class Scores:
                     add_mm_(sums, dz.t(), part.x.narrow(1, first, sums.shape[1]))
                 elif dw is not None:
                     torch.mm(dz.t(), part.x, out=dw.narrow(0, lo, hi - lo))
-                if dx is not None:
+                if need_x and whole:
+                    dx = torch.mm(dz, self.w)
+                elif dx is not None:
                     add_mm_(cut_rows(dx, rows), dz, self.w.narrow(0, lo, hi - lo))
                 if db is not None:
                     db.narrow(0, lo, hi - lo).add_(torch.sum(dz, 0, dtype=torch.float32))
@@ -259,11 +283,9 @@ def saved_forward(
     In bfloat16 this keeps probabilities to 2^-9 relative, where bfloat16 logits near 20 would keep them to 2^-4.
     """
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    scores.special = None  # its kernel keeps nothing
-    splits = scores.whole_splits()
-    part, own = scores.parts(splits, 1), torch.full((scores.N,), LOW, dtype=torch.float32, device=x_ND.device)
-    scores.forward(part, 0, scores.V, 0, splits, entropy=entropy, kept=kept_NV, exponents=exponents, ref=own)
-    return scores.combine(part)
+    if kept_NV.stride(0) * kept_NV.element_size() % 16:
+        scores.special = None  # its copies begin at 16 bytes
+    return scores.combine(scores.statistics(entropy, (kept_NV, exponents)))
 
 
 def backward(
@@ -284,26 +306,22 @@ def saved_backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
     kept_TV: Tensor,
     exponents: Tensor, logp_N: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
-    frozen_columns: int = 0, tiles: Tiles | None = None,
+    frozen_columns: int = 0, whole: bool = False, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
     """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i). No gradient of the entropy.
 
     That would multiply log p by kept values' rounding, 2^-9 in bfloat16, where a confident token's gradient is next to nothing.
+    `whole`: with one more tensor of that size and two products of it, in place of slabs whose dX adds up in float32.
     """
     assert co.c is None, "the entropy's gradient is computed from scores again"
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    scaled, BM, BN = _scaled(co, head.grad_scale), 32, scores.tiles.columns
-    lse2, logp2 = lse_N * LOG2E, logp_N * LOG2E
+    scaled, lse2, logp2 = _scaled(co, head.grad_scale), lse_N * LOG2E, logp_N * LOG2E
 
     def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
-        count = triton.cdiv(hi - lo, BN)
         a, b, _ = _rows(scaled, rows)
         first = 0 if at_N is not None else rows.start  # kept rows are the rows themselves, from the chunk's first on
-        _saved_dlogits_kernel[(triton.cdiv(part.N, BM) * count,)](
-            kept_TV.narrow(0, first, kept_TV.shape[0] - first), exponents.narrow(1, first, exponents.shape[1] - first),
-            part.y if at_N is None else cut_rows(at_N, rows), part.y, cut_rows(logp2, rows), cut_rows(lse2, rows), a, b, dz,
-            part.N, part.V, lo, lo // BN, count, kept_TV.stride(0), exponents.stride(0), dz.stride(0), head.out_scale, BM=BM, BN=BN,
-            SOFTCAP=head.softcap is not None, HAS_AT=at_N is not None, num_warps=8,
-        )  # fmt: skip
+        kept, exps = kept_TV.narrow(0, first, kept_TV.shape[0] - first), exponents.narrow(1, first, exponents.shape[1] - first)
+        at = None if at_N is None else cut_rows(at_N, rows)
+        part.saved_dlogits(dz, lo, hi, kept, exps, at, cut_rows(logp2, rows), cut_rows(lse2, rows), a, b)
 
-    return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns)
+    return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns, whole)

@@ -10,7 +10,8 @@ Why these tiles (H100: 132 SMs, 2048 bf16 multiply-adds a clock and SM, 227 KiB 
   a slab of 16384 columns 1/33 of it, about two tiles. Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden
   states (16 MiB) stay in L2 while W streams by.
 - The loops over tiles are flattened into the ones over D, so that loads of the next tile start before the epilogue of this one.
-The split of the vocabulary depends on V alone, like the tiles: a token's logprob has the same bits in every batch.
+The split of the vocabulary depends on V alone, like the tiles: a token's logprob has the same bits in every batch, with and without
+[T, V] kept (where its rows begin at 16 bytes). Not under `expected`, whose sums go slab by slab.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SPLITS = 132
 SLAB_SPLITS = 33
 GROUP = 16
 # Numbers that change from batch to batch. A variant for each that is 1 or divides by 16 would be compiled in the midst of a run.
-BATCH = ("N", "col_base", "tiles", "tile_base", "split_base", "parts", "stride_exp")
+BATCH = ("N", "col_base", "tiles", "tile_base", "split_base", "parts", "stride_exp", "exps")
 FLOOR = tl.constexpr(-1e30)
 TO_NATS = tl.constexpr(LN2)
 
@@ -34,14 +35,19 @@ TO_NATS = tl.constexpr(LN2)
 
 
 @triton.jit
-def _item(N, SPLITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
-    """This program's (row block, split): GROUP row blocks side by side, then the next split of the same rows."""
-    pid = tl.program_id(0)
+def _item_of(pid, N, SPLITS, GROUP: tl.constexpr, BM: tl.constexpr):
+    """An item's (row block, split): GROUP row blocks side by side, then the next split of the same rows."""
     blocks = tl.cdiv(N, BM)
     group = pid // (GROUP * SPLITS)
     width = tl.minimum(blocks - group * GROUP, GROUP)
     rest = pid - group * GROUP * SPLITS
     return group * GROUP + rest % width, rest // width
+
+
+@triton.jit
+def _item(N, SPLITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
+    """This program's (row block, split)."""
+    return _item_of(tl.program_id(0), N, SPLITS, GROUP, BM)
 
 
 @triton.jit

@@ -53,6 +53,18 @@ def device_of(tensor: Tensor) -> Device:
     return _device(torch.cuda.current_device() if tensor.device.index is None else tensor.device.index)
 
 
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """Of the tensor's GPU; an H100's 132 where there is none (see `device_of`)."""
+    if not tensor.is_cuda or not torch.cuda.is_available():
+        return 132
+    return _multiprocessors(torch.cuda.current_device() if tensor.device.index is None else tensor.device.index)
+
+
 class Tiles(NamedTuple):
     """Sizes of a program's tile, and how it is pipelined."""
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept stride_exp stride_out columns ignore_index"
-INTS += " R splits first stride_row stride_head stride_page stride_place stride_table"
+INTS += " exps R splits first stride_row stride_head stride_page stride_place stride_table"
 FLOATS = "in_scale out_scale headroom beta low high kl_coef scale"
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
@@ -257,15 +257,17 @@ def hoppers_kernels():
     from kernels import linear_logprob_ws as kernels
     from kernels.tiles import SPECIAL
 
-    base = {"BM": SPECIAL.rows, "BN": SPECIAL.columns, "BK": SPECIAL.depth, "SPLITS": 132, "GROUP": 16, "UPCAST": False}
+    base = {"BM": SPECIAL.rows, "BN": SPECIAL.columns, "BK": SPECIAL.depth, "GROUP": 16, "UPCAST": False}
     base |= {"PRECISION": "ieee", "WS": True}
     for kind, D in (("bf16", 896), ("bf16", 2048), ("bf16", 4096), ("fp16", 2048)):
         for kernel, options, allowed in (
-            (kernels._forward_ws_kernel, {"ENTROPY": True}, 0),
+            (kernels._forward_ws_kernel, {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132}, 0),
+            (kernels._forward_ws_kernel, {"ENTROPY": True, "KEEP": True, "HALVES": 1 if D >= 1536 else 2, "SPLITS": 132}, 100),
             (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100),
             (kernels._dlogits_ws_kernel, {"HAS_C": True}, 100),
         ):
-            yield kernel, {**base, **options, "TYPE": kind, "D": D}, ("x_ptr", "w_ptr", "out_ptr"), SPECIAL.warps, SPECIAL.stages, allowed
+            data = ("x_ptr", "w_ptr", "out_ptr", "kept_ptr")
+            yield kernel, {**base, **options, "TYPE": kind, "D": D}, data, SPECIAL.warps, SPECIAL.stages, allowed
 
 
 @pytest.mark.slow

@@ -86,7 +86,8 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
         found = [launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, **need)]
         if g_entropy is None:
             keep = (kept, exponents, truth.logp, None)
-            found.append(launch.saved_backward(x, w, y, b, head, co, truth.lse, *keep, tiles=TILES, **need))
+            for whole in (False, True):
+                found.append(launch.saved_backward(x, w, y, b, head, co, truth.lse, *keep, whole=whole, tiles=TILES, **need))
         for mine, exact in [pair for grads in found for pair in zip(grads, expected, strict=True)]:
             if exact is not None:
                 assert mine.shape == exact.shape
@@ -103,10 +104,11 @@ def test_saved_backward_maps_rows(small):
     co = path.coefficients(torch.randn(len(rows)), None, None, out.entropy[rows])
     need = {"need_x": True, "need_w": True, "need_bias": False}
     keep = (kept, exponents, out.logp[rows], rows)
-    mine = launch.saved_backward(x[rows], w, y[rows], None, head, co, out.lse[rows], *keep, tiles=TILES, **need)
     exact = path.backward(x[rows], w, y[rows], None, head, co, out.lse[rows], **need)
-    close(mine.x, exact.x, 1e-5)
-    close(mine.w, exact.w, 1e-5)
+    for whole in (False, True):
+        mine = launch.saved_backward(x[rows], w, y[rows], None, head, co, out.lse[rows], *keep, whole=whole, tiles=TILES, **need)
+        close(mine.x, exact.x, 1e-5)
+        close(mine.w, exact.w, 1e-5)
 
 
 @inside
@@ -187,8 +189,8 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
             close(dz, z.grad[:, lo:], 1e-4)
 
 
-@pytest.fixture
-def forced(small, monkeypatch):
+@pytest.fixture(params=["saved", "whole"])
+def forced(small, monkeypatch, request):
     """The public function with the launches that it makes on CUDA, and [T, V] always kept between forward and backward."""
     from functools import partial
 
@@ -199,6 +201,7 @@ def forced(small, monkeypatch):
         monkeypatch.setattr(module, "tiles_for", lambda D, dtype, device: TILES)
     monkeypatch.setattr(public, "triton_works", lambda tensor: True)
     monkeypatch.setattr(public, "_is_tiny", lambda *_: False)
+    monkeypatch.setattr(public, "_plan", lambda *_: request.param)
     return partial(linear_logprob, saved_bytes=1 << 40)
 
 
