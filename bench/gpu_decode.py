@@ -5,6 +5,7 @@ Everyone answers the same prompts in groups of eight, and is timed once the prom
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from bench.gpu_kernels import device_of
@@ -32,7 +33,7 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
     cached = 2 * decoder.weights.buffers[a.embed].element_size() * len(decoder.layers) * a.key_heads * a.head_width
     weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
     floor = (weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())) / BANDWIDTH  # each prompt read once
-    note = f"{seconds / steps * 1e3:.2f} ms a step, {floor * steps / seconds:.0%} of bandwidth"
+    note = f"{seconds / steps * 1e3:.2f} ms a step, {steps} of them, {floor * steps / seconds:.0%} of bandwidth"
     table.row(case, name, "tokens_per_s", tokens / seconds, "", rows / floor, note)
 
 
@@ -79,4 +80,5 @@ def part_decode(table: Any, dry: bool) -> None:
                 table.attempt(f"{size}, {rows} rows", name, lambda given=given: peer_speed(*given))
                 give_back(device)
             del peer
+            gc.collect()  # who knows what others' objects refer to
             give_back(device)

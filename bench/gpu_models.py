@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +55,7 @@ def wait(device: str) -> None:
 
 
 def give_back(device: str) -> None:
-    gc.collect()
+    """What nothing refers to any more; a model, a decoder or an engine is gone with its last name."""
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -178,7 +177,7 @@ def part_trace(table: Any, dry: bool) -> None:
     vocab, rows = model.config.vocab_size, 8 if dry else 64
 
     def decode(name: str, cache: str) -> None:
-        engine = engine_of(make_decoder(model, kind="fast"), cache, rows, random_prompts(8, 16, vocab), 50)
+        engine = engine_of(make_decoder(model, kind="fast"), cache, rows, random_prompts(rows // 8, 16 if dry else 256, vocab), 50)
         _profiled(table, f"decode, {rows} rows", name, engine.step, lambda: engine.counters.decoded_rows / rows)
 
     def learn() -> None:
