@@ -36,16 +36,16 @@ LIMIT = 530  # seconds for all parts together
 PARTS = {
     "tests": (90, "tests marked gpu"),
     "varlen": (12, "pytorch#194167: varlen attention over pages, with one split and with torch's own choice"),
-    "branches": (35, "what the device's checks chose; score kernels of both branches and products by themselves, TFLOP/s"),
-    "kernels": (95, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "branches": (60, "what the device's checks chose; score kernels of both branches and products by themselves, TFLOP/s"),
+    "kernels": (85, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "decode": (125, "decode tokens per second over pages and plain, beside generate, continuous batching, vLLM; what the trial says"),
-    "group": (18, "a group of 16 on a prompt of 4,096 tokens"),
+    "group": (16, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (15, "a token from hidden states, without logits, beside today's path"),
-    "agreement": (20, "sampler against learner in bf16 and in float32"),
-    "learner": (35, "learner tokens per second; peak memory against --plan"),
-    "step": (40, "a GRPO step end to end: samples per second, time by part"),
-    "sharded": (30, "ZeRO-3 and offload on one GPU"),
-    "trace": (15, "profiles of a call of each engine and of a learner step"),
+    "agreement": (18, "sampler against learner in bf16 and in float32"),
+    "learner": (32, "learner tokens per second; peak memory against --plan"),
+    "step": (35, "a GRPO step end to end: samples per second, time by part"),
+    "sharded": (25, "ZeRO-3 and offload on one GPU"),
+    "trace": (17, "profiles of a call of each engine and of a learner step"),
 }
 MODULES = ("gpu_kernels", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # what this device or this installation has not
