@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.shapes import SHAPES, TFLOPS, TINY, Shape, floor_ms
+from bench.shapes import SHAPES, TINY, Shape, floor_ms
 
 REPO = Path(__file__).resolve().parent.parent
 CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
@@ -119,78 +119,43 @@ def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Ten
 # ------------------------------------------------------------------------------------------------------ the two kernels
 
 
-def part_branches(table: Any, dry: bool) -> None:
-    """What the checks on this device chose; forward, dlogits, and cuBLAS products of a slab, each by itself."""
-    from kernels import device_checks
-    from kernels.common import Head
-    from kernels.tiles import device_of as gpu_of
-    from kernels.tiles import tiles_for
-
-    device = device_of(dry)
-    table.row("device", "torch", "name", torch.cuda.get_device_name() if device == "cuda" else "cpu", note=f"torch {torch.__version__}")
-    table.row("addmm into float32", "torch", "works", str(device_checks.adds_in_place(torch.bfloat16)))
-    for shape in shapes(dry):
-        N, width = (64 if dry else 8192), min(16_384, shape.V)
-        g = torch.Generator(device).manual_seed(0)
-        x = torch.randn(N, shape.D, generator=g, device=device).bfloat16()
-        w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).bfloat16()
-        y = torch.randint(0, shape.V, (N,), generator=g, device=device)
-        dz, slab = torch.randn(N, width, device=device).bfloat16(), w[:width]
-        wide = torch.zeros(N, shape.D, device=device)
-
-        def speed(case: str, provider: str, run: Callable[[], object], columns: int, shape: Shape = shape, N: int = N) -> None:
-            ms = milliseconds(run, device)
-            table.row(case, provider, "TFLOP/s", 2e-9 * N * shape.D * columns / ms, "", TFLOPS, note=f"{ms:.3f} ms")
-
-        def ours(shape: Shape = shape, x: Any = x, w: Any = w, y: Any = y, dz: Any = dz) -> None:
-            from kernels import linear_logprob_launch as launch
-            from kernels.linear_logprob_torch import Coefficients
-
-            scores = launch.Scores(x, w, y, None, Head(), None)
-            splits = scores.whole_splits()
-            part, row = scores.parts(splits, 1), torch.ones(len(x), device=device)
-            for entropy in (False, True):
-                run = lambda entropy=entropy: scores.forward(part, 0, shape.V, 0, splits, entropy=entropy)  # noqa: E731
-                speed(f"{shape.model}, forward{' and entropy' if entropy else ''}", str(tuple(scores.tiles)), run, shape.V)
-            run = lambda: scores.dlogits(dz, 0, dz.shape[1], row, Coefficients(row, row, None))  # noqa: E731
-            speed(f"{shape.model}, dlogits of a slab", str(tuple(scores.tiles)), run, dz.shape[1])
-
-        products = {
-            "logits of a slab": lambda x=x, slab=slab: torch.mm(x, slab.t()),
-            "dW of a slab": lambda x=x, dz=dz: torch.mm(dz.t(), x),
-            "dX of a slab, mm and add_": lambda dz=dz, slab=slab, wide=wide: wide.add_(torch.mm(dz, slab, out_dtype=torch.float32)),
-            "dX of a slab, addmm": lambda dz=dz, slab=slab, wide=wide: torch.addmm(wide, dz, slab, out_dtype=torch.float32, out=wide),
-        }
-        for name, run in products.items():
-            case = f"{shape.model}, {name}"
-            table.attempt(case, "cuBLAS", lambda c=case, r=run, s=speed, n=width: s(c, "cuBLAS", r, n))
-        table.attempt(f"{shape.model}, score kernels", str(tuple(tiles_for(shape.D, x.dtype, gpu_of(x)))), ours)
-
-
 def part_kernels(table: Any, dry: bool) -> None:
     """bench/kernels.py's rows at 8,192 tokens (and 1,024 for the small heads), ours first."""
     from bench import kernels as bench
-    from bench.kernel_providers import PROVIDERS
+    from bench.kernel_providers import PROVIDERS, CannotRun
 
-    names = [p.name for p in PROVIDERS]
     device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
+
+    def head_rows(shape: Shape, tokens: int) -> None:
+        case = f"{shape.model} {tokens} tokens"
+        names = [p.name for p in PROVIDERS] if tokens != 1024 else ["ours", "torch", "liger_scaled"]
+
+        def failed(name: str, failure: Exception) -> None:
+            metric = "left out" if isinstance(failure, CannotRun) else "failed"
+            table.row(case, name, metric, type(failure).__name__, note=(str(failure).splitlines() or [""])[0][:200])
+
+        for row in bench.bench_head(shape, tokens, device, dtype, names, 5, failed):
+            errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
+            put(case, row, f"{row['memory']}, {row['peak_mb']} MB, {errors}")
+
+    def token_rows(shape: Shape, tokens: int) -> None:
+        for row in bench.bench_logits(shape, tokens, device, dtype, 5):
+            put(f"{shape.model} {tokens} tokens, token_logprob", row)
+
+    def loss_rows() -> None:
+        for row in bench.bench_tokens(1024 if dry else 32_768, device, 5):
+            put(str(row["operation"]), row)
+
+    def put(case: str, row: dict[str, object], note: str = "") -> None:
+        took, floor = (float(str(row[name])) for name in ("median_ms", "floor_ms"))
+        table.row(case, str(row["provider"]), str(row["phase"]), took, "ms", floor, note)
+
     for tokens in (64,) if dry else (8192, 1024):
         for shape in shapes(dry):
-            for row in bench.bench_head(shape, tokens, device, dtype, names if tokens != 1024 else ["ours", "torch", "liger_scaled"], 5):
-                errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
-                table.row(
-                    f"{shape.model} {tokens} tokens", str(row["provider"]), str(row["phase"]), float(str(row["median_ms"])), "ms",
-                    float(str(row["floor_ms"])), f"{row['memory']}, {row['peak_mb']} MB, {errors}",
-                )  # fmt: skip
-
-            def token_rows(shape: Shape = shape, tokens: int = tokens) -> None:
-                for row in bench.bench_logits(shape, tokens, device, dtype, 5):
-                    took, floor = (float(str(row[name])) for name in ("median_ms", "floor_ms"))
-                    table.row(f"{shape.model} {tokens} tokens, token_logprob", str(row["provider"]), str(row["phase"]), took, "ms", floor)
-
-            table.attempt(f"{shape.model} {tokens} tokens, token_logprob", "ours", token_rows)
-    for row in bench.bench_tokens(1024 if dry else 32_768, device, 5):
-        table.row(str(row["operation"]), "ours", str(row["phase"]), float(str(row["median_ms"])), "ms", float(str(row["floor_ms"])))
+            case = f"{shape.model} {tokens} tokens"
+            table.attempt(case, "all", lambda s=shape, t=tokens: head_rows(s, t))
+            table.attempt(f"{case}, token_logprob", "ours", lambda s=shape, t=tokens: token_rows(s, t))
+    table.attempt("policy_loss", "ours", loss_rows)
 
 
 def part_draw(table: Any, dry: bool) -> None:

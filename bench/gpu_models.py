@@ -1,8 +1,7 @@
-"""The campaign's parts about sampling: see gpu.py. Models have random weights, made on the device from configs."""
+"""The campaign's parts about a model that samples and learns: see gpu.py. Models have random weights, made on the device from configs."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,17 +28,23 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_model(size: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+def config_of(size: str) -> Any:
     import transformers
 
     family, sizes = SIZES[size]
-    config = getattr(transformers, f"{family}Config")(**COMMON, **sizes)
+    return getattr(transformers, f"{family}Config")(**COMMON, **sizes, architectures=[f"{family}ForCausalLM"])
+
+
+def make_model(size: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    import transformers
+
+    config = config_of(size)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            return getattr(transformers, config.architectures[0])(config).eval()
     finally:
         torch.set_default_dtype(before)
 
@@ -49,207 +54,159 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def engine_of(decoder: Any, rows: int, prompts: list[list[int]], new_tokens: int) -> Any:
-    """An engine with `rows` rows over the prompts, queued."""
-    from rl.sampler import Engine, Request
-    from rl.types import SamplingParams
+def give_back(device: str) -> None:
+    """What nothing refers to any more; a model, a decoder or an engine is gone with its last name."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
-    engine = Engine(decoder, kv_cache_tokens=1 << 22, max_rows=rows)
-    params = SamplingParams(max_tokens=new_tokens)
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=rows // len(prompts), params=params, problem=i))
-    return engine
+
+def seconds_of(run: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """What it took, and what it gave."""
+    wait(device)
+    began = time.perf_counter()
+    given = run()
+    wait(device)
+    return time.perf_counter() - began, given
 
 
 def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(1, vocab, (count, length)).tolist()
 
 
-def decode_speed(table: Any, case: str, decoder: Any, rows: int, prompts: list[list[int]], dry: bool) -> None:
-    """Steps after the prompts were read: tokens a second, and what reading the weights and the cache once a step would allow."""
-    device, steps = device_of(dry), 2 if dry else 20
-    engine = engine_of(decoder, rows, prompts, steps + 40)
-    for _ in range(2 if dry else 5):
-        engine.step()
-    wait(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    wait(device)
-    seconds = (time.perf_counter() - began) / steps
-    a = decoder.architecture
-    weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
-    cached = 2 * 2 * len(decoder.layers) * a.key_heads * a.head_width
-    state = engine._state
-    read = weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())
-    floor = read / BANDWIDTH
-    note = f"{seconds * 1e3:.2f} ms a step, {floor / seconds:.0%} of bandwidth"
-    table.row(case, "ours", "tokens_per_s", rows / seconds, "", rows / floor, note)
+def shares(rows: int, prompts: int) -> list[int]:
+    """Rows of each prompt: all of them, where it does not come out even the first ones one more."""
+    return [rows // prompts + (i < rows % prompts) for i in range(prompts)]
 
 
-def part_decode(table: Any, dry: bool) -> None:
-    from rl.sampler import make_decoder
-
-    device, sizes = device_of(dry), ("tiny",) if dry else ("0.5B", "1.7B", "8B")
-    for size in sizes:  # ours first: a peer that hangs takes what is left of the part with it
-        decoder = table.attempt(size, "ours", lambda s=size: make_decoder(make_model(s, device), kind="fast"))
-        for rows in () if decoder is None else (4,) if dry else (1, 64, 256, 1024):
-            prompts, case = random_prompts(max(rows // 8, 1), 16 if dry else 256, SIZES[size][1]["vocab_size"]), f"{size}, {rows} rows"
-            table.attempt(case, "ours", lambda r=rows, p=prompts, c=case, d=decoder: decode_speed(table, c, d, r, p, dry))
-        del decoder
-        give_back(device)
-    for name, peer in PEERS.items():
-        for size in sizes:
-            model = table.attempt(size, name, lambda s=size: make_model(s, device))
-            for rows in () if model is None else (4,) if dry else (64,) if name == "vllm" else (1, 64, 256):
-                given = (table, name, peer, model, size, rows, dry)
-                table.attempt(f"{size}, {rows} rows", name, lambda given=given: peer_speed(*given))
-            del model
-            give_back(device)
+def caches(dry: bool) -> dict[str, str]:
+    """Which engines are timed, by provider: the one that the product takes (without a GPU: takes on one), and the plain one."""
+    return {"ours": "paged" if dry else "auto", "plain": "plain"}
 
 
-def give_back(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.empty_cache()
+def engine_of(decoder: Any, cache: str, rows: int, prompts: list[list[int]], new_tokens: int, kept: Any = None) -> Any:
+    """An engine as `rl.sampler.make_engine` chooses it, with `rows` rows over the prompts, queued. `kept`: from one call to the next."""
+    from rl.sampler import Request, make_engine
+    from rl.types import SamplingParams
 
-
-def peer_speed(table: Any, name: str, peer: Callable[..., int], model: Any, size: str, rows: int, dry: bool) -> None:
-    """Prompt and all: `new` tokens for each row after 256 of prompt."""
-    device, new = device_of(dry), 4 if dry else 48
-    prompts = random_prompts(rows, 16 if dry else 256, SIZES[size][1]["vocab_size"])
-    peer(model, prompts, 2 if dry else 4)
-    wait(device)
-    began = time.perf_counter()
-    tokens = peer(model, prompts, new)
-    wait(device)
-    seconds = time.perf_counter() - began
-    table.row(f"{size}, {rows} rows", name, "tokens_per_s", tokens / seconds, note="prompts are read within that time")
-
-
-def _generate(model: Any, prompts: list[list[int]], new: int) -> int:
-    ids = torch.tensor(prompts, device=model.device)
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=new, max_new_tokens=new)
-    return (out.shape[1] - ids.shape[1]) * len(ids)
-
-
-def _continuous(model: Any, prompts: list[list[int]], new: int) -> int:
-    from transformers import GenerationConfig
-
-    how = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, eos_token_id=-1)
-    outputs = model.generate_batch(inputs=prompts, generation_config=how)
-    tokens = sum(len(output.generated_tokens) for output in outputs.values())
-    if not tokens:
-        raise RuntimeError("continuous batching gave no tokens")
-    return tokens
-
-
-def _vllm(model: Any, prompts: list[list[int]], new: int) -> int:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
-
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        engine = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, gpu_memory_utilization=0.4, dtype="bfloat16")
-        how = SamplingParams(max_tokens=new, min_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
-        outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], how)
-    return sum(len(one.token_ids) for output in outputs for one in output.outputs)
-
-
-PEERS: dict[str, Callable[[Any, list[list[int]], int], int]] = {"generate": _generate, "continuous batching": _continuous, "vllm": _vllm}
+    params, counts = SamplingParams(max_tokens=new_tokens), shares(rows, len(prompts))
+    sizes = [(len(prompt), count, new_tokens) for prompt, count in zip(prompts, counts, strict=True)]
+    engine = make_engine(decoder, cache, kept=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows)
+    for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        engine.add(Request(prompt=prompt, num_samples=count, params=params, problem=i))
+    return engine
 
 
 def part_group(table: Any, dry: bool) -> None:
     """16 answers to one long prompt: time until all have 64 tokens, beside `generate`."""
-    from rl.sampler import make_decoder
+    from bench.gpu_peers import generating
+    from rl.sampler import Kept, PagedEngine, make_decoder
 
     device, size, length, new = device_of(dry), "tiny" if dry else "0.5B", 64 if dry else 4096, 4 if dry else 64
-    model = make_model(size, device)
+    case = f"{size}, 16 answers to {length} tokens"
+    model = table.attempt(case, "model", lambda: make_model(size, device))
+    if model is None:
+        return
     prompt = random_prompts(1, length, SIZES[size][1]["vocab_size"])
 
-    def ours() -> None:
-        decoder = make_decoder(model, kind="fast")
-        for _ in range(2):
-            engine = engine_of(decoder, 16, prompt, new)
-            wait(device)
-            began = time.perf_counter()
-            engine.run()
-            wait(device)
-        seconds = time.perf_counter() - began
-        table.row(f"{size}, 16 answers to {length} tokens", "ours", "tokens_per_s", 16 * new / seconds, note=f"{seconds:.3f} s in all")
+    def ours(name: str, cache: str) -> None:
+        decoder, kept = make_decoder(model, kind="fast"), Kept()
+        for _ in range(2):  # the second finds the pages and graphs of the first, as a run's next call does
+            engine = engine_of(decoder, cache, 16, prompt, new, kept)
+            seconds, responses = seconds_of(engine.run, device)
+            if isinstance(engine, PagedEngine):
+                engine.close()
+        tokens = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
+        put(name, tokens, seconds, type(engine).__name__)
 
     def theirs() -> None:
+        peer = generating(model)
         for _ in range(2):
-            wait(device)
-            began = time.perf_counter()
-            _generate(model, prompt * 16, new)
-            wait(device)
-        seconds = time.perf_counter() - began
-        table.row(f"{size}, 16 answers to {length} tokens", "generate", "tokens_per_s", 16 * new / seconds, note=f"{seconds:.3f} s in all")
+            seconds, tokens = seconds_of(lambda: peer(prompt * 16, new), device)
+        put("generate", tokens, seconds)
 
-    table.attempt("group", "ours", ours)
-    table.attempt("group", "generate", theirs)
+    def put(name: str, tokens: int, seconds: float, what: str = "") -> None:
+        table.row(case, name, "tokens_per_s", tokens / seconds, note=f"{tokens} tokens in {seconds:.3f} s, prompt and all {what}".strip())
+
+    for name, cache in caches(dry).items():
+        table.attempt(case, name, lambda n=name, c=cache: ours(n, c))
+        give_back(device)
+    table.attempt(case, "generate", theirs)
 
 
 def part_agreement(table: Any, dry: bool) -> None:
     """Each sampled token's logprob as the sampler gave it and as the learner's head does, both in bf16, and in float32 both."""
+    device, size = device_of(dry), "tiny" if dry else "0.5B"
+    for dtype in (torch.bfloat16, torch.float32):
+        case = f"{size}, {str(dtype).removeprefix('torch.')}"
+        model = table.attempt(case, "model", lambda dtype=dtype: make_model(size, device, dtype))
+        for name, cache in () if model is None else caches(dry).items():
+            table.attempt(case, name, lambda c=case, n=name, k=cache, m=model: _agreement(table, c, n, k, m, dry))
+        del model
+        give_back(device)
+
+
+def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bool) -> None:
     from kernels import linear_logprob
     from rl.sampler import make_decoder
 
-    device, size = device_of(dry), "tiny" if dry else "0.5B"
-
-    def compare(dtype: torch.dtype) -> None:
-        model = make_model(size, device, dtype)
-        prompts = random_prompts(4 if dry else 32, 20, SIZES[size][1]["vocab_size"])
-        responses = engine_of(make_decoder(model, kind="fast"), len(prompts), prompts, 16 if dry else 128).run()
-        found, scored = [], []
-        with torch.no_grad():
-            for prompt, response in zip(prompts, responses, strict=True):
-                for sequence in response.sequences:
-                    ids = torch.tensor([[*prompt, *sequence.tokens]], device=device)
-                    hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-                    scored.append(linear_logprob(hidden, model.lm_head.weight, ids[0, len(prompt) :], entropy=False)[0].cpu())
-                    found.append(torch.tensor(sequence.logprobs))
-        gap = torch.cat(found).double() - torch.cat(scored).double()
-        case = f"{size}, {str(dtype).removeprefix('torch.')}"
-        table.row(case, "ours", "largest_difference", float(gap.abs().max()), "nats", "", f"{len(gap)} tokens")
-        table.row(case, "ours", "kl", float((gap.neg().exp() - 1 + gap).mean()), "nats", 0.01)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        table.attempt(f"{size}, {dtype}", "ours", lambda dtype=dtype: compare(dtype))
+    prompts = random_prompts(4 if dry else 32, 20, model.config.vocab_size)
+    engine = engine_of(make_decoder(model, kind="fast"), cache, len(prompts), prompts, 16 if dry else 128)
+    found, scored = [], []
+    with torch.no_grad():
+        for prompt, response in zip(prompts, engine.run(), strict=True):
+            for sequence in response.sequences:
+                ids = torch.tensor([[*prompt, *sequence.tokens]], device=model.device)
+                hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+                scored.append(linear_logprob(hidden, model.lm_head.weight, ids[0, len(prompt) :], entropy=False)[0].cpu())
+                found.append(torch.tensor(sequence.logprobs))
+    gap = torch.cat(found).double() - torch.cat(scored).double()
+    note = f"{len(gap)} tokens of {len(found)} rows, {type(engine).__name__}"
+    table.row(case, name, "largest_difference", float(gap.abs().max()), "nats", "", note)
+    table.row(case, name, "kl", float((gap.neg().exp() - 1 + gap).mean()), "nats", 0.01)
 
 
 def part_trace(table: Any, dry: bool) -> None:
-    """A decode step of 64 rows, and forward and backward of 4,096 tokens: kernels launched, time busy, and the trace itself."""
+    """A call of each engine with 64 rows, and forward and backward of 4,096 tokens: kernels launched, time busy, and the trace itself."""
     from kernels import linear_logprob
     from rl.sampler import make_decoder
 
     device, size = device_of(dry), "tiny" if dry else "0.5B"
-    model = make_model(size, device)
-    vocab = SIZES[size][1]["vocab_size"]
-    engine = engine_of(make_decoder(model, kind="fast"), 8 if dry else 64, random_prompts(8, 16, vocab), 50)
-    ids = torch.randint(0, vocab, (1, 64 if dry else 4096), device=device)
+    model = table.attempt(size, "model", lambda: make_model(size, device))
+    if model is None:
+        return
+    vocab, rows = model.config.vocab_size, 8 if dry else 64
+
+    def decode(name: str, cache: str) -> None:
+        engine = engine_of(make_decoder(model, kind="fast"), cache, rows, random_prompts(rows // 8, 16 if dry else 256, vocab), 50)
+        _profiled(table, f"decode, {rows} rows", name, engine.step, lambda: engine.counters.decoded_rows / rows)
 
     def learn() -> None:
-        hidden = model.model(ids).last_hidden_state[0]
-        linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], entropy=False)[0].sum().backward()
+        ids = torch.randint(0, vocab, (1, 64 if dry else 4096), device=device)
 
-    for name, run in {"decode step": engine.step, "learner step": learn}.items():
+        def step() -> None:
+            hidden = model.model(ids).last_hidden_state[0]
+            linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], entropy=False)[0].sum().backward()
 
-        def profiled(name: str = name, run: Callable[[], Any] = run) -> None:
-            for _ in range(3):
-                run()
-            wait(device)
-            kinds = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else [])
-            began = time.perf_counter()
-            with torch.profiler.profile(activities=kinds) as profile:
-                run()
-                wait(device)
-            wall = (time.perf_counter() - began) * 1e3
-            path = Path(table.path).parent / f"trace_{name.split()[0]}.json.gz"
-            profile.export_chrome_trace(str(path))
-            events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-            busy = sum(e.device_time for e in events) / 1e3
-            table.row(name, "ours", "kernels", len(events), note=f"{busy:.2f} ms busy of {wall:.2f} ms under the profiler; {path.name}")
+        _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
 
-        table.attempt(name, "ours", profiled)
+    for name, cache in caches(dry).items():
+        table.attempt(f"decode, {rows} rows", name, lambda n=name, c=cache: decode(n, c))
+    table.attempt("learner", "ours", learn)
+
+
+def _profiled(table: Any, case: str, name: str, run: Callable[[], Any], drawn: Callable[[], float]) -> None:
+    """The fourth call. `drawn`: tokens of a row so far."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for _ in range(3):
+        run()
+    kinds = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else [])
+    before = drawn()
+    with torch.profiler.profile(activities=kinds) as profile:
+        seconds, _ = seconds_of(run, device)
+    path = Path(table.path).parent / f"trace_{case.split(',')[0]}_{name}.json.gz"
+    profile.export_chrome_trace(str(path))
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy, each = sum(e.device_time for e in events) / 1e3, drawn() - before
+    steps = f"{each:g} tokens of each row, " if each else ""
+    note = f"{steps}{busy:.2f} ms busy of {seconds * 1e3:.2f} ms under the profiler; {path.name}"
+    table.row(case, name, "kernels", len(events), note=note)

@@ -3,12 +3,12 @@ afterwards; the product's own scripts in processes of their own."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.gpu_kernels import REPO, device_of
-from bench.gpu_models import SIZES, make_model, wait
+from bench.gpu_models import SIZES, give_back, make_model, seconds_of
 
 
 def save(size: str, folder: Path, device: str) -> Path:
@@ -29,51 +29,90 @@ def save(size: str, folder: Path, device: str) -> Path:
 
 
 def part_learner(table: Any, dry: bool) -> None:
-    """forward_backward and an optimizer step over 16k tokens: tokens per second, peak memory, and what `--plan` would have said."""
-    from rl import AdamParams, Datum, ModelInput, ServiceClient
-
-    device, size, length = device_of(dry), "tiny" if dry else "0.6B", 32 if dry else 2048
-    count, vocab = (2, 14) if dry else (8, SIZES[size][1]["vocab_size"])
-
-    def run(folder: Path) -> None:
-        rng = np.random.default_rng(0)
-        datums = []
-        for _ in range(count):
-            ids = rng.integers(0, vocab, length + 1)
-            fields = {"target_tokens": ids[1:], "weights": np.ones(length, np.float32)}
-            datums.append(Datum(ModelInput.from_ints(ids[:-1].tolist()), fields))
-        with ServiceClient(output_dir=folder / "run") as service:
-            client = service.create_full_training_client(str(save(size, folder / "model", device)))
-            for _ in range(2):
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                wait(device)
-                began = time.perf_counter()
-                client.forward_backward(datums, "cross_entropy").result()
-                client.optim_step(AdamParams(learning_rate=1e-5)).result()
-                wait(device)
-                seconds = time.perf_counter() - began
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-        case = f"{size}, {count} x {length} tokens"
-        table.row(case, "ours", "tokens_per_s", count * length / seconds, "", "", f"{seconds:.3f} s, the second of two steps")
-        table.row(case, "ours", "peak_bytes", peak)
-
-    def planned(folder: Path) -> None:
-        command = [sys.executable, "train.py", "sft", "--base-model", str(folder / "model"), "--dataset", "addition", "--plan"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        for line in done.stdout.splitlines():
-            if "GiB" in line:
-                table.row("--plan", "ours", "says", "", note=" ".join(line.split())[:200])
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"])[-1])
-
+    """forward_backward and an optimizer step over 16k tokens, one micro-batch: tokens per second, peak memory beside `--plan`'s."""
+    size, length, count = ("tiny", 32, 2) if dry else ("0.6B", 2048, 8)
+    case = f"{size}, {count} x {length} tokens"
     with tempfile.TemporaryDirectory() as name:
-        table.attempt("learner", "ours", lambda: run(Path(name)))
-        table.attempt("--plan", "ours", lambda: planned(Path(name)))
+        folder = Path(name)
+        model = table.attempt(case, "model", lambda: save(size, folder / "model", device_of(dry)))
+        if model is None:
+            return
+        give_back(device_of(dry))
+        # First as the plan counts it, without logits that are kept in free memory; then as it is by default.
+        peak = table.attempt(case, "kept 0", lambda: learned(table, case, "kept 0", folder, count, length, 0, dry))
+        table.attempt(case, "--plan", lambda: compare_plan(table, case, model, count, length, peak))
+        table.attempt(case, "ours", lambda: learned(table, case, "ours", folder, count, length, None, dry))
+
+
+def learned(table: Any, case: str, name: str, folder: Path, count: int, length: int, kept: int | None, dry: bool) -> int:
+    """The second of two steps; its peak back. `kept`: bytes that the output head may keep of logits."""
+    from rl import AdamParams, Datum, ModelInput, ServiceClient
+    from rl.clients.settings import WorkerSettings
+    from rl.learner import LearnerSettings
+
+    device, rng, datums = device_of(dry), np.random.default_rng(0), []
+    vocab = SIZES["tiny" if dry else "0.6B"][1]["vocab_size"]
+    for _ in range(count):
+        ids = rng.integers(0, vocab, length + 1)
+        fields = {"target_tokens": ids[1:], "weights": np.ones(length, np.float32)}
+        datums.append(Datum(ModelInput.from_ints(ids[:-1].tolist()), fields))
+    settings = WorkerSettings(learner=LearnerSettings(token_budget=count * length, layout="padded", kept_bytes=kept))
+    with ServiceClient(output_dir=folder / "run", settings=settings) as service:
+        client = service.create_full_training_client(str(folder / "model"))
+
+        def step() -> None:
+            client.forward_backward(datums, "cross_entropy").result()
+            client.optim_step(AdamParams(learning_rate=1e-5)).result()
+
+        step()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds, _ = seconds_of(step, device)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    table.row(case, name, "tokens_per_s", count * length / seconds, "", "", f"{seconds:.3f} s, the second of two steps")
+    table.row(case, name, "peak_bytes", peak)
+    gc.collect()  # the next measurement begins without this one's learner
+    give_back(device)
+    return peak
+
+
+def plan_of(model: Path, count: int, length: int) -> Any:
+    """What `train.py sft --plan` works out for batches of `count` rows of `length` tokens, each batch a micro-batch."""
+    from rl.methods import METHODS
+    from rl.run.plan_needs import launch_of, needs_of
+    from rl.settings.cli import read
+    from rl.settings.tables import RunSettings
+
+    words = ["sft", "--base-model", str(model), "--dataset", "addition", "--lora-rank", "0", "--layout", "padded", "--eval-every", "0"]
+    words += ["--batch-size", str(count), "--token-budget", str(count * length), "--kept-logits-gib", "0"]
+    words += ["--plan-prompt-tokens", str(length - 1), "--max-tokens", "1"]
+    run = read(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+    launch, _ = launch_of(run.options, run.stages[0].settings.model.precision)
+    needs = needs_of(run, launch, run.options.plan_prompt_tokens)[0]
+    batch = needs.work.batch
+    if (batch.rows, batch.length, needs.work.samples) != (count, length, False):
+        raise RuntimeError(f"the plan is of another step: {needs.work}")
+    return needs.plan
+
+
+def compare_plan(table: Any, case: str, model: Path, count: int, length: int, peak: int | None) -> None:
+    """`peak`: of the step that was made, None where it was not.
+
+    What libraries take of a device is no tensor, so the plan's assumption of it is left out.
+    """
+    from rl.memory import Plan
+
+    found = plan_of(model, count, length)
+    tensors = Plan(tuple(item for item in found.items if not item.name.startswith("CUDA context")), found.host)
+    items = ", ".join(f"{item.name} {item.train / 2**20:.0f}" for item in tensors.items if item.train)
+    planned = tensors.peak
+    table.row(case, "--plan", "planned_bytes", int(planned), note=f"MiB in a micro-batch: {items}")
+    if peak is not None:
+        table.row(case, "--plan", "measured/planned", peak / planned)
 
 
 def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]) -> None:
-    """Two GRPO steps through train.py; a row for each time of the second."""
+    """Three GRPO steps through train.py; a row for each time of the last."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save("tiny" if dry else "0.5B", folder / "model", device_of(dry))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -89,16 +89,25 @@ def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
     return {"forward": forward, "backward": backward, "both": both}
 
 
-def bench_head(shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int) -> Iterator[Row]:
-    """One provider after the other, each with a problem of its own that is gone before the next: the largest take most of a GPU."""
+def say_left_out(name: str, failure: Exception) -> None:
+    kind = "" if isinstance(failure, CannotRun) else f"{type(failure).__name__}: "
+    print(f"  {name}: left out: {kind}{(str(failure).splitlines() or [''])[0][:120]}")
+
+
+def bench_head(
+    shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int,
+    left_out: Callable[[str, Exception], None] = say_left_out,
+) -> Iterator[Row]:  # fmt: skip
+    """One provider after the other, each with a problem of its own that is gone before the next: the largest take most of a GPU.
+
+    `left_out`: told of each that cannot run or fails, and why.
+    """
     for provider in (provider for provider in PROVIDERS if provider.name in names):
         torch._dynamo.reset()
         try:
             yield from one_provider(provider, shape, tokens, device, dtype, repeats)
-        except CannotRun as reason:
-            print(f"  {provider.name}: left out: {reason}")
         except Exception as failure:  # noqa: BLE001  (others' code may raise anything; the rest of the table is still wanted)
-            print(f"  {provider.name}: left out: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}")
+            left_out(provider.name, failure)
         if device == "cuda":
             torch.cuda.empty_cache()
 

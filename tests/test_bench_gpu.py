@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_models, gpu_steps
+from bench import gpu, gpu_branches, gpu_decode, gpu_kernels, gpu_models, gpu_peers, gpu_runs
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -34,11 +34,49 @@ def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
     assert third["case"] == "third"
 
 
-@pytest.mark.parametrize("part", [gpu_models.part_decode, gpu_steps.part_steps])
-def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch, part):
-    """The second of three: those before and after it are measured."""
-    made, module = [], sys.modules[part.__module__]
-    make = module.make_model
+def failed(found: list[dict[str, str]]) -> list[tuple[str, str, str]]:
+    return [(row["case"], row["provider"], row["value"]) for row in found if row["metric"] == "failed"]
+
+
+def test_what_this_machine_has_not_is_left_out_and_did_not_fail(tmp_path):
+    table = gpu.Table("any", tmp_path / "any.csv")
+
+    def absent():
+        import a_peer_that_nobody_has  # noqa: F401
+
+    table.attempt("case", "peer", absent)
+    assert [(row["metric"], row["value"]) for row in rows_of(table.path)] == [("left out", "ModuleNotFoundError")]
+
+
+def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones():
+    assert sum(seconds for seconds, _ in gpu.PARTS.values()) <= gpu.LIMIT
+    assert all(callable(gpu.function_of(part)) for part in gpu.PARTS)
+    names = list(gpu.PARTS)
+    left = float(gpu.LIMIT)
+    for i, part in enumerate(names):  # each takes what it may: all have at least their own
+        mine = gpu.seconds_for(part, names[i + 1 :], left)
+        assert gpu.PARTS[part][0] <= mine <= 2 * gpu.PARTS[part][0]
+        left -= mine
+    assert left >= 0
+    assert gpu.seconds_for("decode", names[names.index("decode") + 1 :], float(gpu.LIMIT)) == 2 * gpu.PARTS["decode"][0]
+    assert gpu.seconds_for("decode", names, 7.0) == 7.0  # of a shorter limit
+
+
+# --------------------------------------------------------------------------------------------------------------- decoding
+
+
+def test_every_row_is_some_prompts():
+    for rows, prompts in ((1, 1), (4, 1), (7, 3), (1024, 128)):
+        assert len(gpu_models.shares(rows, prompts)) == prompts and sum(gpu_models.shares(rows, prompts)) == rows
+
+
+def test_the_engine_that_the_product_takes_is_timed():
+    assert gpu_models.caches(False) == {"ours": "auto", "plain": "plain"} and gpu_models.caches(True)["ours"] == "paged"
+
+
+def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
+    """The second of three: those before and after it are measured, with every number of rows."""
+    made, make = [], gpu_models.make_model
 
     def make_model(size, device):
         made.append(size)
@@ -46,29 +84,146 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch, p
             raise MemoryError("no room")
         return make("tiny", device)
 
-    monkeypatch.setattr(module, "make_model", make_model)
-    monkeypatch.setattr(module, "device_of", lambda dry: "cpu")
+    for module in (gpu_decode, gpu_peers):
+        monkeypatch.setattr(module, "make_model", make_model)
+    monkeypatch.setattr(gpu_decode, "device_of", lambda dry: "cpu")
     monkeypatch.setattr(gpu_models, "SIZES", dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"]))
-    for name in ("decode_speed", "peer_speed", "speed"):
-        if hasattr(module, name):
-            seen = {"decode_speed": 1, "peer_speed": 4, "speed": 1}[name]
-            monkeypatch.setattr(module, name, lambda table, *given, seen=seen: table.row(str(given[seen - 1]), "", "done", 1))
-    if hasattr(module, "difference"):
-        monkeypatch.setattr(module, "difference", lambda decoder: "")
-    table = gpu.Table("part", tmp_path / "part.csv")
-    part(table, False)
+    for name in ("speed", "peer_speed"):
+        monkeypatch.setattr(gpu_decode, name, lambda table, case, name, *given: table.row(case, name, "done", 1))
+    monkeypatch.delitem(gpu_peers.PEERS, "vllm")
+    table = gpu.Table("decode", tmp_path / "decode.csv")
+    gpu_decode.part_decode(table, False)
     found = rows_of(table.path)
-    assert {"0.5B", "1.7B", "8B"} == set(made)
-    assert any(row["case"] == "1.7B" and row["metric"] == "failed" for row in found)
-    done = [row["case"] for row in found if row["metric"] == "done"]
-    assert any("0.5B" in case for case in done) and any("8B" in case for case in done) and not any("1.7B" in case for case in done)
+    providers = ("paged", "plain", "generate", "continuous batching")
+    assert made == ["0.5B", "1.7B", "8B"] * 3
+    assert failed(found) == [("1.7B", name, "MemoryError") for name in ("ours", "generate", "continuous batching")]
+    done = {(row["case"], row["provider"]) for row in found if row["metric"] == "done"}
+    assert done == {(f"{size}, {rows} rows", name) for size in ("0.5B", "8B") for rows in (1, 64, 256, 1024) for name in providers}
+    assert [row["value"] for row in found if row["provider"] == "trial"] == ["the same samples"] * 2
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    from rl.sampler import make_decoder
+
+    return make_decoder(gpu_models.make_model("tiny", "cpu"), kind="fast")
+
+
+@pytest.mark.parametrize("name", ["paged", "plain"])
+def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decoder, name):
+    table = gpu.Table("decode", tmp_path / "decode.csv")
+    monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 2.0)[::-1])
+    gpu_decode.speed(table, "tiny", name, decoder, 24, True)
+    first, speed = rows_of(table.path)
+    assert (first["metric"], speed["metric"]) == ("first_two_calls", "tokens_per_s")
+    assert float(speed["value"]) == 24 * 16 / 2.0  # two looks of eight steps
+
+    def fewer(decoder, cache, rows, *given):
+        engine = gpu_models.engine_of(decoder, cache, rows, *given)
+        engine.max_rows = rows - 1
+        return engine
+
+    monkeypatch.setattr(gpu_decode, "engine_of", fewer)
+    table.attempt("fewer", name, lambda: gpu_decode.speed(table, "fewer", name, decoder, 24, True))
+    assert failed(rows_of(table.path)) == [("fewer", name, "RuntimeError")]
+
+
+def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_path, monkeypatch):
+    asked = []
+
+    def peer(prompts, new):
+        asked.append((len(prompts), new))
+        return len(prompts) * new
+
+    monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (5.0 + 0.25 * asked[-1][1], given) if (given := run()) else None)
+    table = gpu.Table("decode", tmp_path / "decode.csv")
+    gpu_decode.peer_speed(table, "tiny, 20 rows", "peer", peer, 20, 600, True)
+    speeds = {row["metric"]: float(row["value"]) for row in rows_of(table.path)}
+    assert asked == [(20, 34), (20, 2), (20, 34)]
+    assert speeds == {"tokens_per_s": 20 / 0.25, "tokens_per_s_with_prompts": pytest.approx(20 * 34 / (5 + 0.25 * 34), rel=1e-5)}
+    with pytest.raises(RuntimeError, match="67 tokens, not 20 x 2"):
+        gpu_decode.peer_speed(table, "tiny, 20 rows", "peer", lambda prompts, new: 67, 20, 600, True)
+
+
+# ------------------------------------------------------------------------------------------------------ kernels, set-up
+
+
+def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
+    class Scores:
+        def __init__(self, special):
+            self.special = special
+
+        def statistics(self, entropy):
+            if entropy and self.special:
+                raise RuntimeError("too much shared memory")
+
+        def dlogits(self, *given):
+            pass
+
+    monkeypatch.setattr(gpu_branches, "scores_of", lambda operands, special: Scores(special))
+    monkeypatch.setattr(gpu_branches, "_compare", lambda *given: None)
+    table = gpu.Table("branches", tmp_path / "branches.csv")
+    gpu_branches.part_branches(table, True)
+    found = rows_of(table.path)
+    assert failed(found) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
+    done = {(row["case"], row["provider"]) for row in found if row["metric"] == "TFLOP/s" and row["provider"] != "cuBLAS"}
+    whats = ("forward", "forward and entropy", "dlogits of a slab")
+    every = {(f"tiny, {what}", name) for what in whats for name in ("older", "warp-specialised")}
+    assert done == every - {("tiny, forward and entropy", "warp-specialised")}
+    chosen = {(row["case"], row["provider"]): row["value"] for row in found if row["metric"] == "chosen"}
+    assert {case for case, _ in chosen} == {"bfloat16", "float16", "float32"} and len(chosen) == 6
+
+
+def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
+    from bench import kernel_providers, kernels
+
+    def absent(problem):
+        raise kernel_providers.CannotRun("not installed")
+
+    def broken(*given):
+        raise RuntimeError("no kernel image")
+
+    providers = tuple(kernel_providers.Provider(run.__name__, "flat", 8, run) for run in (absent, broken, kernel_providers._torch))
+    for module in (kernel_providers, kernels):
+        monkeypatch.setattr(module, "PROVIDERS", providers)
+    for name in ("bench_logits", "bench_tokens"):
+        monkeypatch.setattr(kernels, name, broken)
+    table = gpu.Table("kernels", tmp_path / "kernels.csv")
+    gpu_kernels.part_kernels(table, True)
+    found = rows_of(table.path)
+    assert [(row["provider"], row["note"]) for row in found if row["metric"] == "left out"] == [("absent", "not installed")]
+    assert [case for case, *_ in failed(found)] == ["tiny 64 tokens", "tiny 64 tokens, token_logprob", "policy_loss"]
+    assert {row["metric"] for row in found if row["provider"] == "_torch"} == {"forward", "backward", "both"}
+
+
+@pytest.mark.parametrize("part", ["group", "agreement", "learner", "trace"])
+def test_a_part_whose_model_cannot_be_made_says_so(tmp_path, monkeypatch, part):
+    def make_model(*given):
+        raise MemoryError("no room")
+
+    for module in (gpu_models, gpu_runs):
+        monkeypatch.setattr(module, "make_model", make_model)
+    table = gpu.Table(part, tmp_path / f"{part}.csv")
+    gpu.function_of(part)(table, True)
+    assert {value for _, _, value in failed(rows_of(table.path))} == {"MemoryError"}
+
+
+def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
+    model = gpu_runs.save("tiny", tmp_path / "model", "cpu")
+    table = gpu.Table("learner", tmp_path / "learner.csv")
+    gpu_runs.compare_plan(table, "tiny", model, 2, 32, 1 << 24)
+    planned, ratio = rows_of(table.path)
+    assert (planned["metric"], ratio["metric"]) == ("planned_bytes", "measured/planned")
+    assert float(ratio["value"]) == pytest.approx((1 << 24) / int(planned["value"]), rel=1e-4)
+    twice = gpu_runs.plan_of(model, 4, 32)
+    assert twice.sums["train"] > gpu_runs.plan_of(model, 2, 32).sums["train"]
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_parts_run_dry(tmp_path):
     """As the command that a GPU gets, on a CPU with the smallest sizes: these parts end, and table and plot are there."""
-    parts = ["draw", "group", "steps", "trace"]
+    parts = ["draw", "group", "decode", "trace"]
     words = [sys.executable, str(REPO / "bench" / "gpu.py"), "--dry", "--output", str(tmp_path), "--part", *parts]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
