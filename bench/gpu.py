@@ -35,10 +35,10 @@ LIMIT = 530  # seconds for all parts together
 # over the next ones may take, each up to as much again as it has: one that hangs does not take all of it.
 PARTS = {
     "tests": (90, "tests marked gpu"),
-    "varlen": (12, "pytorch#194167: varlen attention over pages, with one split and with torch's own choice"),
+    "pages": (20, "attention over pages: ours, torch's varlen attention with one split and with its own choice (pytorch#194167)"),
     "branches": (60, "what the device's checks chose; score kernels of both branches and products by themselves, TFLOP/s"),
     "kernels": (85, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
-    "decode": (125, "decode tokens per second over pages and plain, beside generate, continuous batching, vLLM; what the trial says"),
+    "decode": (117, "decode tokens per second over pages and plain, beside generate, continuous batching, vLLM; what the trial says"),
     "group": (16, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (15, "a token from hidden states, without logits, beside today's path"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
@@ -47,7 +47,7 @@ PARTS = {
     "sharded": (25, "ZeRO-3 and offload on one GPU"),
     "trace": (17, "profiles of a call of each engine and of a learner step"),
 }
-MODULES = ("gpu_kernels", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
+MODULES = ("gpu_kernels", "gpu_pages", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # what this device or this installation has not
 
 
@@ -80,7 +80,7 @@ class Table:
 
 def child(part: str, output: Path, dry: bool) -> None:
     """One part, in this process."""
-    if dry and part == "branches":
+    if dry and part in ("branches", "pages"):
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run without a GPU
     function_of(part)(Table(part, output / f"{part}.csv"), dry)
 

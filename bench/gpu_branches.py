@@ -119,9 +119,15 @@ def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, make: Calla
     if scores is None:
         return
     row, width = torch.ones(len(o.x), device=o.x.device), o.dz.shape[1]
+
+    def keeps() -> object:
+        room = o.x.new_empty(len(o.x), shape.V), row.new_empty(-(-shape.V // scores.tiles.columns), len(o.x))
+        return scores.statistics(False, room)
+
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "forward": (lambda: scores.statistics(False), shape.V),
         "forward and entropy": (lambda: scores.statistics(True), shape.V),
+        "forward that keeps [T, V]": (keeps, shape.V),
         "dlogits of a slab": (lambda: scores.dlogits(o.dz, 0, width, row, Coefficients(row, row, None)), width),
     }
     for what, (run, columns) in runs.items():

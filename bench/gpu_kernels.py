@@ -64,58 +64,6 @@ def part_tests(table: Any, dry: bool) -> None:
             table.row(file, "pytest", what, int(count))
 
 
-# ------------------------------------------------------------------------------------------------ varlen attention
-
-
-def part_varlen(table: Any, dry: bool) -> None:
-    """Rows of unequal lengths over pages, one query each, against gathered pages and SDPA in float64.
-
-    pytorch#194167: with the key's length split over programs, only the first sequence's rows are written in some shapes.
-    """
-    for shape in [(4, 4, 2, 16)] if dry else [(64, 14, 2, 64), (3, 16, 8, 128), (256, 32, 8, 128)]:
-        for splits in (1, None):
-            case = "{} rows, {} heads over {}, width {}".format(*shape)
-            table.attempt(case, f"num_splits={splits}", lambda s=shape, k=splits, c=case: _over_pages(table, c, s, k, dry))
-
-
-def _over_pages(table: Any, case: str, shape: tuple[int, int, int, int], splits: int | None, dry: bool) -> None:
-    from torch.nn.attention import varlen
-
-    device, page = device_of(dry), 16 if dry else 256
-    rows, heads, key_heads, width = shape
-    g = torch.Generator(device).manual_seed(0)
-    lengths = torch.randint(1, 10 * page, (rows,), generator=g, device=device, dtype=torch.int32)
-    need = (lengths.long() + page - 1) // page
-    total, most, longest = int(need.sum()), int(need.max()), int(lengths.max())
-    k, v = (torch.randn(total, page, key_heads, width, generator=g, device=device).bfloat16() for _ in range(2))
-    q = torch.randn(rows, heads, width, generator=g, device=device).bfloat16()
-    order = torch.randperm(total, generator=g, device=device)
-    blocks = torch.zeros(rows, most, dtype=torch.int32, device=device)
-    at = 0
-    for row, count in enumerate(need.tolist()):
-        blocks[row, :count] = order[at : at + count]
-        at += count
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    how: dict[str, Any] = {"enable_gqa": True, "seqused_k": lengths, "block_table": blocks, "num_splits": splits}
-
-    def call() -> torch.Tensor:
-        out = varlen.varlen_attn(q, k, v, starts, None, 1, longest, **how)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    truth = torch.stack([_one_row(q[i], k, v, blocks[i, : need[i]].long(), int(lengths[i])) for i in range(rows)])
-    worst = (call().double() - truth).abs().amax((1, 2))
-    provider = f"num_splits={splits}"
-    table.row(case, provider, "largest_error", float(worst.max()), note=f"{int((worst > 0.05).sum())} rows wrong")
-    table.row(case, provider, "time", milliseconds(call, device), "ms", 4.0 * int(lengths.sum()) * key_heads * width / 3.0e9)
-
-
-def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    keys, values = (t[pages].flatten(0, 1)[:length].double().repeat_interleave(q.shape[0] // k.shape[2], 1) for t in (k, v))
-    score = torch.einsum("hd,lhd->hl", q.double(), keys) * q.shape[1] ** -0.5
-    return torch.einsum("hl,lhd->hd", score.softmax(-1), values)
-
-
 # ------------------------------------------------------------------------------------------------------ the two kernels
 
 

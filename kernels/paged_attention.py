@@ -70,15 +70,15 @@ def read_gathered(
 
 
 def read_varlen(
-    q: Tensor, kv: Tensor, starts: Tensor, group: Tensor | None, table: Tensor, length: Tensor, most: int
+    q: Tensor, kv: Tensor, starts: Tensor, group: Tensor | None, table: Tensor, length: Tensor, most: int, splits: int | None = 1
 ) -> tuple[Tensor, Tensor]:
-    """As `read_gathered`, by torch's varlen attention."""
+    """As `read_gathered`, by torch's varlen attention. `splits`: None is torch's own choice, for benches."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     keys, values = kv.unbind(0)
     out, lse = varlen_attn(
         q, keys, values, starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
-        num_splits=1, return_aux=AuxRequest(lse=True),
+        num_splits=splits, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return out, lse.transpose(0, 1)
 

@@ -149,11 +149,13 @@ def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_pat
 
 
 def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
+    from kernels.tiles import SPECIAL
+
     class Scores:
         def __init__(self, special):
-            self.special = special
+            self.special, self.tiles = special, SPECIAL
 
-        def statistics(self, entropy):
+        def statistics(self, entropy, keep=None):
             if entropy and self.special:
                 raise RuntimeError("too much shared memory")
 
@@ -167,7 +169,7 @@ def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
     found = rows_of(table.path)
     assert failed(found) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
     done = {(row["case"], row["provider"]) for row in found if row["metric"] == "TFLOP/s" and row["provider"] != "cuBLAS"}
-    whats = ("forward", "forward and entropy", "dlogits of a slab")
+    whats = ("forward", "forward and entropy", "forward that keeps [T, V]", "dlogits of a slab")
     every = {(f"tiny, {what}", name) for what in whats for name in ("older", "warp-specialised")}
     assert done == every - {("tiny, forward and entropy", "warp-specialised")}
     chosen = {(row["case"], row["provider"]): row["value"] for row in found if row["metric"] == "chosen"}
