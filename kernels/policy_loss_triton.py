@@ -19,7 +19,7 @@ IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO = (tl.constexpr(i) for i in range(5))
 K1, K2 = (tl.constexpr(i) for i in range(2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _sequence_mean_kernel(lp_ptr, old_ptr, mask_ptr, cu_ptr, out_ptr, T, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
     """One program a sequence: the mean of lp - q over its active tokens, written at each of its tokens."""
     start = tl.maximum(tl.load(cu_ptr + tl.program_id(0)).to(tl.int64), 0)
@@ -59,7 +59,7 @@ def _kl_term(e, KL_KIND: tl.constexpr):
     return kl, grad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _policy_loss_kernel(
     lp_ptr, old_ptr, adv_ptr, mask_ptr, ref_ptr, low_ptr, high_ptr, mean_ptr, grad_ptr, sums_ptr,
     T, low, high, beta, kl_coef,
