@@ -34,6 +34,7 @@ from rl.models import LoadedModel, attention_mask_for, inner_model, is_lora, is_
 from rl.ranks import distributed
 from rl.sampler import length_switch
 from rl.types import AdamParams, Datum
+from rl.types.checked import target_ids
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Learner:
         self.layers = describe(self.model)
         self.balancing = Balancing(self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name)
         self.reader = reader_of(inner_model(self.model))
+        self.vocabulary = loaded.vocab_size
         self.length_switch = length_switch(self.model)
         if loaded.stored is not None:
             self.backend = self._read_in_parts(base)
@@ -178,8 +180,11 @@ class Learner:
 
         `temperature`: one for all datums, or each one's own (datums of a pair have the first one's).
         `adapters`: False scores with the LoRA adapter off, as the base model does; never with `backward`.
-        Raises FloatingPointError when the loss is not finite; the gradients since the last step are dropped then.
+        Raises ValueError for a target that is no id of the model's, before anything is computed, and FloatingPointError when the
+        loss is not finite; the gradients since the last step are dropped then.
         """
+        for i, datum in enumerate(datums):  # all of them on every rank, so that none is left waiting; the head looks at none again
+            target_ids(f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary)
         outputs: dict[int, dict[str, np.ndarray]] = {}
         sums: dict[str, Tensor] = {}
         for batch in self._my_batches(datums, loss.group, temperature, part):
