@@ -3,13 +3,14 @@
 from kernels.draw import draw
 from kernels.linear_logprob import linear_logprob, linear_logprob_reference
 from kernels.policy_loss import policy_loss, policy_loss_reference
-from kernels.slabs import head_bytes
+from kernels.slabs import head_bytes, kept_bytes
 from kernels.soft_logprob import soft_logprob
 from kernels.token_logprob import token_logprob
 
 __all__ = [
     "draw",
     "head_bytes",
+    "kept_bytes",
     "linear_logprob",
     "linear_logprob_reference",
     "policy_loss",

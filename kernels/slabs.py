@@ -25,8 +25,16 @@ def chunk_rows(rows: int, width: int, tile: int) -> int:
     return rows if rows * width <= SLAB_ELEMENTS else max(SLAB_ELEMENTS // width // tile * tile, tile)
 
 
+def kept_bytes(tokens: int, V: int, itemsize: int) -> int:
+    """What the plan "saved" keeps on CUDA between forward and backward: [T, V] of `itemsize`, and float32 exponents [tiles, T].
+
+    At most: of the narrowest tile, 128 columns.
+    """
+    return tokens * V * itemsize + 4 * tokens * -(-V // 128)
+
+
 def head_bytes(tokens: int, D: int, V: int, itemsize: int, *, frozen: bool = False) -> int:
-    """The most that linear_logprob's kernels hold at a time beside their inputs and dW, where [T, V] is not kept.
+    """The most that linear_logprob's kernels hold at a time beside their inputs, dW and what they keep (`kept_bytes`).
 
     `itemsize`: of the hidden states. `frozen`: the head gets no gradient, and the forward gathers E_p[W] in place of a backward.
     """

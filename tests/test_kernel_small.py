@@ -74,17 +74,6 @@ def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong)
     assert soft_logprob(torch.randn(0, 8), torch.randn(50, 8), targets[:0])[0].shape == (0, 4)
 
 
-def test_what_may_be_kept_on_a_gpu_comes_from_its_free_memory(monkeypatch):
-    """A quarter, down to a power of two: 60 GiB and 61 GiB free are one and the same run."""
-    from kernels.device_checks import spare_bytes
-
-    for free, kept in ((60 << 30, 8 << 30), (61 << 30, 8 << 30), (64 << 30, 16 << 30), (0, 1)):
-        spare_bytes.cache_clear()
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index, free=free: (free, 80 << 30))
-        assert spare_bytes(0) == kept
-    spare_bytes.cache_clear()
-
-
 def test_the_setting_reaches_the_head(monkeypatch):
     """A LoRA'd head is padded to rows of 16 bytes, and its base gets no gradient."""
     from helpers import make_worker, random_datums
