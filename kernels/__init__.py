@@ -5,7 +5,7 @@ from kernels.linear_logprob import linear_logprob, linear_logprob_reference
 from kernels.paged_attention import attend_pages
 from kernels.policy_loss import policy_loss, policy_loss_reference
 from kernels.shared_pages import SharedPages
-from kernels.slabs import head_bytes
+from kernels.slabs import head_bytes, kept_bytes
 from kernels.soft_logprob import soft_logprob
 from kernels.token_logprob import token_logprob
 
@@ -14,6 +14,7 @@ __all__ = [
     "attend_pages",
     "draw",
     "head_bytes",
+    "kept_bytes",
     "linear_logprob",
     "linear_logprob_reference",
     "policy_loss",

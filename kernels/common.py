@@ -22,7 +22,7 @@ LOW = -1e30
 WAITS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")  # older torch has none
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
-# Off CUDA [T, V] may be kept between forward and backward up to this many bytes (see device_checks.py for a GPU).
+# [T, V] may be kept between forward and backward up to this many bytes where the caller says nothing.
 SAVED_BYTES = 64 << 20
 # Off CUDA, whole float32 logits of up to this many bytes are handled by torch's own operations: Python's share of a custom
 # op, 0.25 ms forward and backward, would be more than the work.

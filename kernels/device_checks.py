@@ -14,16 +14,6 @@ def _same(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool
 
 
 @cache
-def spare_bytes(index: int) -> int:
-    """What may be kept of T x V on this GPU where nobody says: a quarter of what is free at the first question, down to a power of two.
-
-    Rounded so that a run repeats although a few MiB more or less were free.
-    """
-    free, _ = torch.cuda.mem_get_info(index)
-    return 1 << max(free // 4, 1).bit_length() - 1
-
-
-@cache
 def adds_in_place(dtype: torch.dtype) -> bool:
     """Whether torch.addmm adds a product of `dtype` to a float32 tensor in place (torch 2.13 does; older ones refuse `out_dtype`)."""
     if "dtype_out" not in torch.ops.aten.addmm.overloads() or not torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 Slices are SUB columns. A row's slice is computed a second time, from SUB rows of W: at D = 4096 half a megabyte a row, where writing
 and reading logits would be four passes over 2 V bytes. Sums within a slice are float32, over slices float64.
-The random numbers are those of rl/sampler/streams.py (Philox4x32-10, 53 bits), bit for bit.
+The random numbers come from the host (rl/sampler/streams.py).
 """
 
 from __future__ import annotations
@@ -142,32 +142,7 @@ def _search_kernel(
     tl.store(logp_ptr + rows, (chosen - tl.load(lse_ptr + rows, mask=inside, other=0.0)) * TO_NATS, mask=inside)
 
 
-@triton.jit(do_not_specialize=("N",))
-def _uniforms_kernel(seed_ptr, problem_ptr, index_ptr, position_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    """53 bits of Philox4x32-10 under the key `seed` at the counter (position, index, problem)."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < N
-    seed = tl.load(seed_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    problem = tl.load(problem_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    index = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    position = tl.load(position_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    c0, c1 = position.to(tl.uint32), index.to(tl.uint32)
-    c2, c3 = problem.to(tl.uint32), (problem >> 32).to(tl.uint32)
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    word0, word1, _, _ = tl.philox_impl(c0, c1, c2, c3, k0, k1, 10)
-    bits = ((word0.to(tl.uint64) << 32) | word1.to(tl.uint64)) >> 11
-    tl.store(out_ptr + rows, bits.to(tl.float64) * 1.1102230246251565e-16, mask=inside)
-
-
 # ------------------------------------------------------------------------------------------------------------ launch
-
-
-def uniforms(seed_N: Tensor, problem_N: Tensor, index_N: Tensor, position_N: Tensor, block: int = 128) -> Tensor:
-    """Float64 in [0, 1), one for each row; int64 arguments hold the 64 bits of what rl/sampler/streams.py takes."""
-    out = torch.empty(len(seed_N), dtype=torch.float64, device=seed_N.device)
-    given = [t.contiguous() for t in (seed_N, problem_N, index_N, position_N)]
-    _uniforms_kernel[(triton.cdiv(len(seed_N), block),)](*given, out, len(seed_N), BLOCK=block, num_warps=4)
-    return out
 
 
 def draw(

@@ -39,7 +39,6 @@ from kernels.common import (
     under_autocast,
     without_autocast,
 )
-from kernels.device_checks import spare_bytes
 from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
 from kernels.tiles import device_of, tiles_for
 
@@ -236,7 +235,7 @@ def linear_logprob(
         target: [...] token ids. Positions with `ignore_index` take no part: all outputs are 0 there, without gradient.
         entropy: False leaves the entropy out (None is returned in its place) and saves one pass over the scores.
         saved_bytes: up to this many bytes a tensor of T x V is kept for the backward, and a second one made there if both fit; 0 never
-            keeps one. None: on a GPU what `spare_bytes` finds free, elsewhere SAVED_BYTES.
+            keeps one. None: SAVED_BYTES, as what a GPU can spare is the caller's to know: it may yet fill it with an optimizer's state.
             (Off CUDA, up to TINY_BYTES, torch's own operations are used, which keep two or three.)
             The values do not depend on it beyond rounding.
         checked: every target is known to lie in [0, V). On a GPU this spares the forward its wait for the device; nothing is
@@ -258,7 +257,7 @@ def linear_logprob(
     check_target(NAME, target, hidden.shape[:-1])
     check_same_device(NAME, hidden=hidden, weight=weight, target=target, bias=bias)
     if saved_bytes is None:
-        saved_bytes = spare_bytes(hidden.device.index or 0) if triton_works(hidden) else SAVED_BYTES
+        saved_bytes = SAVED_BYTES
     flat = hidden.dim() == 2  # views cost autograd nodes, which a small problem would notice
     x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
     y = (target if flat else target.reshape(-1)).long()

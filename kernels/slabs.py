@@ -25,8 +25,18 @@ def chunk_rows(rows: int, width: int, tile: int) -> int:
     return rows if rows * width <= SLAB_ELEMENTS else max(SLAB_ELEMENTS // width // tile * tile, tile)
 
 
+def kept_bytes(tokens: int, V: int, itemsize: int, most: float) -> int:
+    """What the plans "saved" and "whole" hold on CUDA at a time, where `most` bytes may be kept; 0 where that is too little for them.
+
+    [T, V] of `itemsize`, float32 exponents [tiles, T] (of the narrowest tile, 128 columns: at most), and under "whole" a gradient of
+    that size.
+    """
+    scores = tokens * V * itemsize
+    return 0 if scores > most else scores * (2 if 2 * scores <= most else 1) + 4 * tokens * -(-V // 128)
+
+
 def head_bytes(tokens: int, D: int, V: int, itemsize: int, *, frozen: bool = False) -> int:
-    """The most that linear_logprob's kernels hold at a time beside their inputs and dW, where [T, V] is not kept.
+    """The most that linear_logprob's kernels hold at a time beside their inputs, dW and what they keep (`kept_bytes`).
 
     `itemsize`: of the hidden states. `frozen`: the head gets no gradient, and the forward gathers E_p[W] in place of a backward.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.common import under_autocast, without_autocast
 from kernels.linear_logprob import linear_logprob
 
+NAME = "soft_logprob"
 BLOCK = 1 << 24  # numbers of W's rows gathered at once, float32
 
 
@@ -46,18 +47,37 @@ def _blocks(w_VD: Tensor, y_TK: Tensor, *tensors: Tensor):
     return zip(*(tensor.split(step) for tensor in tensors), strict=True) if len(y_TK) else ()
 
 
+def _check(target_TK: Tensor, vocab: int) -> None:
+    """Raises ValueError naming the first target outside [0, vocab), in whichever column. One wait for the device."""
+    if target_TK.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(target_TK)).tolist()
+    if low < 0 or high >= vocab:
+        t, k = ((target_TK < 0) | (target_TK >= vocab)).nonzero()[0].tolist()
+        raise ValueError(
+            f"{NAME}: target[{t}, {k}] is {int(target_TK[t, k])}, outside [0, {vocab}), and no position is ignored here: do targets come "
+            "from this model's tokenizer? Give what counts for nothing any id in the range, and no weight"
+        )
+
+
 def soft_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_TK: Tensor, bias_V: Tensor | None = None, temperature: float = 1.0,
-    softcap: float | None = None, *, entropy: bool = True, **settings: object,
+    softcap: float | None = None, *, entropy: bool = True, checked: bool = False, **settings: object,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Logprobs [T, K] of the targets, and entropies [T] (None where not asked for), float32; gradients as of linear_logprob,
-    which takes `settings` as well and names a first target of a position that lies outside [0, V)."""
+    """Logprobs [T, K] of the targets, and entropies [T] (None where not asked for), float32; gradients as of linear_logprob.
+
+    checked: every target is known to lie in [0, V), which spares a GPU's forward its wait. `settings`: what linear_logprob takes as well.
+    Raises ValueError for a target outside [0, V), which is named; none is ignored.
+    """
     cast = under_autocast(hidden_TD, weight_VD)
     hidden, weight = cast[0], cast[1]
     assert hidden is not None and weight is not None
     y = target_TK.long()
+    if not checked:
+        _check(y, len(weight))
     _, found, lse = linear_logprob(
-        hidden, weight, y[:, 0], bias=bias_V, temperature=temperature, softcap=softcap, entropy=entropy, **settings  # type: ignore[arg-type]
+        hidden, weight, y[:, 0], bias=bias_V, temperature=temperature, softcap=softcap, entropy=entropy, checked=True,
+        **settings,  # type: ignore[arg-type]
     )  # fmt: skip
     with without_autocast(hidden):
         z = _Scores.apply(hidden, weight, y)

@@ -147,8 +147,8 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
 
 
 # Numbers that a model, a layout of memory or a run settles; every other one changes from batch to batch.
-SETTLED = set("V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head plane stride_page stride_place stride_table".split())
-SETTLED |= set("positions in_scale out_scale headroom scale beta low high kl_coef ignore_index stride".split())
+SETTLED = set("V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page stride_place".split())
+SETTLED |= set("plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef ignore_index stride".split())
 MODULES = "linear_logprob_triton linear_logprob_ws draw_triton step_triton paged_attention_triton token_logprob_triton policy_loss_triton"
 
 
@@ -230,7 +230,7 @@ def sampler_kernels(capability):
     from kernels import draw_triton, step_triton
     from kernels.tiles import Device, tiles_for
 
-    longs = dict.fromkeys(("position_ptr", "page_ptr", "place_ptr", "token_ptr", "seed_ptr", "problem_ptr", "index_ptr"), "*i64")
+    longs = dict.fromkeys(("position_ptr", "page_ptr", "place_ptr", "token_ptr"), "*i64")
     other = SAMPLER_INTS | longs | {"slice_ptr": "*i32", "greedy_ptr": "*u8", "eps": "fp32"}
     wide = dict.fromkeys(("uniform_ptr", "rest_ptr"), "*fp64")
     constants, kinds, tiles = head_options(2048, "bf16", Device(capability).descriptors, capability)
@@ -240,7 +240,6 @@ def sampler_kernels(capability):
         (draw_triton._pick_kernel, {"HAS_GREEDY": True, "BM": 8, "BS": 64}, (), 4, wide, 0),
         (draw_triton._search_kernel,
          {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"}, ("x_ptr", "w_ptr"), 4, wide, 0),
-        (draw_triton._uniforms_kernel, {"BLOCK": 128}, (), 4, {"out_ptr": "*fp64"}, 0),
         (step_triton._residual_rms_kernel,
          {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"}, ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), 8, {}, 0),
         (step_triton._silu_mul_kernel, {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"}, ("gate_up_ptr", "out_ptr"), 4, {}, 0),

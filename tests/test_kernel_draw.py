@@ -103,17 +103,6 @@ def test_nan_weights_show_in_the_logprob():
 
 
 @inside
-def test_the_devices_random_numbers_are_the_hosts():
-    from kernels.draw_triton import uniforms as on_device
-
-    rng = np.random.default_rng(0)
-    names = [rng.integers(0, 1 << 63, 300, dtype=np.uint64) * np.uint64(2) + np.uint64(1) for _ in range(2)]
-    names += [rng.integers(0, 1 << 32, 300, dtype=np.uint64) for _ in range(2)]
-    found = on_device(*(torch.from_numpy(name.view(np.int64)) for name in names), block=512)
-    assert torch.equal(found, torch.from_numpy(uniforms(*names)))
-
-
-@inside
 @pytest.mark.slow
 def test_a_hundred_random_cases_against_float64():
     """Sizes, dtypes, temperatures and greedy rows at random. The token is where float64's cumulative sum passes the number, or

@@ -61,15 +61,17 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
             torch.testing.assert_close(mine.grad.double(), other.grad, atol=2e-4, rtol=1e-3)
 
 
-def test_what_may_be_kept_on_a_gpu_comes_from_its_free_memory(monkeypatch):
-    """A quarter, down to a power of two: 60 GiB and 61 GiB free are one and the same run."""
-    from kernels.device_checks import spare_bytes
+@pytest.mark.parametrize("column", range(4))
+@pytest.mark.parametrize("wrong", [-100, -1, 50])
+def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong):
+    """Those behind the first of K were read from wherever they pointed to."""
+    from kernels import soft_logprob
 
-    for free, kept in ((60 << 30, 8 << 30), (61 << 30, 8 << 30), (64 << 30, 16 << 30), (0, 1)):
-        spare_bytes.cache_clear()
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index, free=free: (free, 80 << 30))
-        assert spare_bytes(0) == kept
-    spare_bytes.cache_clear()
+    targets = torch.randint(0, 50, (6, 4))
+    targets[3, column] = wrong
+    with pytest.raises(ValueError, match=rf"target\[3, {column}\] is {wrong}, outside \[0, 50\)"):
+        soft_logprob(torch.randn(6, 8), torch.randn(50, 8), targets)
+    assert soft_logprob(torch.randn(0, 8), torch.randn(50, 8), targets[:0])[0].shape == (0, 4)
 
 
 def test_the_setting_reaches_the_head(monkeypatch):

@@ -4,6 +4,7 @@ On a CPU the custom ops are entered, so that what they do inside is counted. For
 with kernels replaced by counters of the products they would do.
 """
 
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -278,6 +279,35 @@ def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, fr
     launch, _ = launches
     held = peak_bytes(launch, tokens, V, D, frozen)
     assert 0.9 * held <= head_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
+
+
+@pytest.mark.parametrize(("tokens", "D", "V"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V, dtype, whole):
+    """[T, V] and its exponents; the backward from them holds no more beside them than the one that computes scores again, and where all
+    of its own [T, V] may be there at once, that.
+    """
+    from kernels import head_bytes, kept_bytes
+
+    launch, _ = launches
+    head = sys.modules["kernels.linear_logprob"]
+    monkeypatch.setattr(head, "triton_works", lambda tensor: True)
+    with FakeTensorMode():
+        x, w = torch.empty(tokens, D, device="cuda", dtype=dtype), torch.empty(V, D, device="cuda", dtype=dtype)
+        kept = head._kept(x, V, "whole" if whole else "saved")
+        scores, size = tokens * V * x.element_size(), sum(tensor.nbytes for tensor in kept)
+        assert size <= kept_bytes(tokens, V, x.element_size(), 2 * scores - 1) <= 1.02 * size
+        y, row = torch.empty(tokens, device="cuda", dtype=torch.int64), torch.empty(tokens, device="cuda")
+        with Peak(x, w, y, row, *kept) as wire:
+            launch.saved_backward(x, w, y, None, Head(), Coefficients(row, row, None), row, *kept, row, None, need_x=True, need_w=True,
+                                  need_bias=False, whole=whole)  # fmt: skip
+    beside = head_bytes(tokens, D, V, x.element_size())
+    held = wire.peak - w.nbytes
+    assert held <= 1.15 * beside + scores * whole
+    if whole:
+        assert scores <= held and size + held <= kept_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * beside
+    assert kept_bytes(tokens, V, x.element_size(), scores - 1) == 0
 
 
 def test_few_rows_fill_the_gpu(launches):

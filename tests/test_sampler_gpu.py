@@ -33,16 +33,6 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     torch.testing.assert_close(logp[same], expected[1][same], atol=1e-3, rtol=1e-4)
 
 
-def test_the_devices_random_numbers_are_the_hosts():
-    from kernels.draw_triton import uniforms as on_device
-    from rl.sampler.streams import uniforms
-
-    rng = np.random.default_rng(0)
-    names = [rng.integers(0, 1 << 63, 1000, dtype=np.uint64) * np.uint64(2) + np.uint64(1) for _ in range(4)]
-    found = on_device(*(torch.from_numpy(name.view(np.int64)).cuda() for name in names))
-    assert torch.equal(found.cpu(), torch.from_numpy(uniforms(*names)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_kernels_are_torchs_path(dtype):
     g = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ import numpy as np
 from rl.episodes.episode import Trajectory
 from rl.errors import BadRequestError
 from rl.types import Datum, ModelInput, PlacedImage, SampledSequence, TensorData
+from rl.types.checked import target_ids
 
 
 class _Sequence:
@@ -176,10 +177,7 @@ def check_datum(
             f"{where}: 'weights' of shape {inputs['weights'].shape} for 'target_tokens' of shape {inputs['target_tokens'].shape}"
         )
     _check_finite(where, inputs)
-    targets = inputs["target_tokens"].array
-    if targets.min() < 0 or targets.max() >= vocab_size:
-        wrong = targets[(targets < 0) | (targets >= vocab_size)][0]
-        raise BadRequestError(f"{where}: target_tokens holds the id {wrong}; the model's ids are 0 to {vocab_size - 1}")
+    target_ids(where, inputs["target_tokens"].array, vocab_size)
 
 
 def checked_ids(what: str, model_input: ModelInput, vocab_size: int) -> list[int]:

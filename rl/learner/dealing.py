@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rl.learner.packing import PackedBatch, block_cost, blocks, choose_layout, collate, plan
 from rl.ranks import distributed
@@ -97,3 +99,11 @@ def batches(
             found[-1].scale = 0.0
         found[-1].temperature = drawn_at[found[-1].datum_index[0]]
     return found
+
+
+def collect(outputs: dict[int, dict[str, np.ndarray]], batch: PackedBatch, found: Mapping[str, Tensor]) -> None:
+    """Cuts what was found at each token into datums."""
+    bounds = batch.cu_seqlens.tolist()
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
+    for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
+        outputs[i] = {name: array[start:end] for name, array in arrays.items()}

@@ -24,7 +24,8 @@ from rl.learner.backend import Backend, make_backend, place
 from rl.learner.backend_shared import first_layers, hollow
 from rl.learner.balancing import Balancing
 from rl.learner.base import lower_
-from rl.learner.dealing import Dealing, batches
+from rl.learner.dealing import Dealing, batches, collect
+from rl.learner.keeping import settled
 from rl.learner.logprobs import HeadRequest, LogprobHead
 from rl.learner.packing import PackedBatch
 from rl.learner.probe import agreed_faults, runnable
@@ -34,11 +35,13 @@ from rl.models import LoadedModel, attention_mask_for, inner_model, is_lora, is_
 from rl.ranks import distributed
 from rl.sampler import length_switch
 from rl.types import AdamParams, Datum
+from rl.types.checked import target_ids
 
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs; kept_bytes: see linear_logprob.
+    """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs; kept_bytes: see
+    linear_logprob, and rl.learner.keeping where it is None.
 
     optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go to those. router_aux_loss_coef:
     see rl.learner.balancing.
@@ -63,14 +66,6 @@ def _checkpoint(loaded: LoadedModel) -> None:
     loaded.model.train()
 
 
-def _collect(outputs: dict[int, dict[str, np.ndarray]], batch: PackedBatch, found: Mapping[str, Tensor]) -> None:
-    """Cuts what was found at each token into datums."""
-    bounds = batch.cu_seqlens.tolist()
-    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
-    for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
-        outputs[i] = {name: array[start:end] for name, array in arrays.items()}
-
-
 class Learner:
     """A model under the accelerator with its optimizer. Every rank holds one and makes the same calls."""
 
@@ -88,11 +83,14 @@ class Learner:
         self.layers = describe(self.model)
         self.balancing = Balancing(self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name)
         self.reader = reader_of(inner_model(self.model))
+        self.vocabulary = loaded.vocab_size
         self.length_switch = length_switch(self.model)
         if loaded.stored is not None:
             self.backend = self._read_in_parts(base)
         else:
             self.backend = self._whole(base)
+        kept, kind = settings.kept_bytes, settings.optimizer
+        self.head.kept_bytes = settled(kept, self.model, self.parameter_shapes, self.trainable, accelerator, kind)
         self.trainable = dict(self.backend.trainable)  # FSDP replaces parameters by shares: the whole ones are to be let go
         self.is_lora = is_lora(self.model)
         self.values = [name for name in self.trainable if is_value_head(name)]  # of the value head; the sampler has none
@@ -178,8 +176,11 @@ class Learner:
 
         `temperature`: one for all datums, or each one's own (datums of a pair have the first one's).
         `adapters`: False scores with the LoRA adapter off, as the base model does; never with `backward`.
-        Raises FloatingPointError when the loss is not finite; the gradients since the last step are dropped then.
+        Raises ValueError for a target that is no id of the model's, before anything is computed, and FloatingPointError when the
+        loss is not finite; the gradients since the last step are dropped then.
         """
+        for i, datum in enumerate(datums):  # all of them on every rank, so that none is left waiting; the head looks at none again
+            target_ids(f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary)
         outputs: dict[int, dict[str, np.ndarray]] = {}
         sums: dict[str, Tensor] = {}
         for batch in self._my_batches(datums, loss.group, temperature, part):
@@ -195,7 +196,7 @@ class Learner:
                 metrics = {**metrics, "rerouted:sum": elsewhere, "routed:sum": told}
             for name, metric in {"loss:sum": value.detach(), **metrics}.items():
                 sums[name] = sums[name] + metric.double() if name in sums else metric.detach().double()
-            _collect(outputs, batch, found)
+            collect(outputs, batch, found)
         totals = {name: float(value) for name, value in sums.items()}
         loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
         distributed.all_sum_([loss_sum])  # every rank knows, or those without the bad datum would wait for the others

@@ -25,6 +25,7 @@ from rl.models import inner_model, value_head_of, vocabulary_of
 class HeadRequest:
     """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for all of them.
 
+    All targets lie in [0, V): `Learner.run` has looked at them in host memory. The fused head does not, as a GPU's forward would wait.
     logprobs: False leaves the vocabulary alone and gives zeros (who wants values only).
     likeliest: instead of entropies, 1 where the target is the likeliest token, else 0; targets [T], without a gradient.
     """
@@ -204,7 +205,7 @@ class LogprobHead:
 
             logp, ent = soft_logprob(
                 flat, weight, request.targets, head_bias, request.temperature, self.softcap, entropy=request.entropy,
-                saved_bytes=self.kept_bytes, frozen_columns=frozen,
+                saved_bytes=self.kept_bytes, frozen_columns=frozen, checked=True,
             )  # fmt: skip
             return torch.cat([logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1)
         if request.targets.ndim == 2:
@@ -225,6 +226,7 @@ class LogprobHead:
             entropy=request.entropy,
             saved_bytes=self.kept_bytes,
             frozen_columns=frozen,
+            checked=True,
         )
         if request.likeliest:  # a rising function of the logits (the softcap) changes no order
             rows = max(1, _SLAB // len(weight))

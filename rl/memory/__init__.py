@@ -1,7 +1,7 @@
 """Bytes that a run would hold, worked out before it begins."""
 
 from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
-from rl.memory.plan import GIB, ROOM, Plan, plan
+from rl.memory.plan import GIB, ROOM, Plan, kept_logits, plan
 from rl.memory.roles import plan_sampler, staged
 from rl.memory.step import micro_batch, pool_pages, sampled_at_once
 from rl.memory.teams import check_team_holds
@@ -22,6 +22,7 @@ __all__ = [
     "Work",
     "check_team_holds",
     "follow",
+    "kept_logits",
     "micro_batch",
     "plan",
     "plan_sampler",

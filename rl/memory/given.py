@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl.learner import Sharing
+
 FP32, BF16 = 4, 2
 
 
@@ -82,22 +84,18 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Where a run runs. `zero`: DeepSpeed's stage, None without it; `offload`: the optimizer lives in CPU memory; `fsdp`: FSDP2.
+class Launch(Sharing):
+    """Where a run runs. `memory`: bytes of each GPU; 0 where it is not known.
 
-    `base`: what frozen matrices are held in; `optimizer`: how AdamW keeps its moments (both as the settings call it);
+    `base`: what frozen matrices are held in, as the settings call it;
     `in_parts`: a sharded model is read so (rl.models.may_stay_unread); `team`: so many ranks hold a sampler together (`sampler_tp`).
     """
 
     cuda: bool
     bf16: bool
-    world: int = 1
     per_node: int = 1
-    zero: int | None = None
-    offload: bool = False
-    fsdp: bool = False
+    memory: float = 0.0
     base: str = "fp32"
-    optimizer: str = "adamw"
     in_parts: bool = False
     team: int = 1
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from rl.memory.given import BF16, FP32, Held, Launch, ModelShape, Work
+from kernels import kept_bytes
+from rl.learner import ADAM, ADAM_8BIT, default_kept, gradient_bytes, optimizer_bytes
+from rl.memory.given import BF16, FP32, Held, Launch, MicroBatch, ModelShape, Work
 from rl.sampler import PAGE
 
 GIB = float(1 << 30)
-ADAM = 8  # two fp32 moments
-ADAM_8BIT = 2 + 2 * FP32 / 256  # two moments, each with an fp32 scale for 256 numbers
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # 4 bit, an 8-bit scale for 64 numbers, and one of fp32 for 256 scales (arXiv 2305.14314)
 BUCKET = 500_000_000  # numbers that DeepSpeed sends at once (reduce_bucket_size)
 REUSE = 500_000_000  # ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance): there and back
@@ -68,21 +68,24 @@ def plan(
     work: Work,
     others: Sequence[ModelShape] = (),
     critics: Sequence[ModelShape] = (),
+    kept: float = 0.0,
 ) -> Plan:
     """Everything. `held`: of a micro-batch (`rl.memory.trace`). `others`: models that only score (a reference, teachers).
 
+    `kept`: see `kept_logits`.
     `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken to need no more than its own.
     """
     sampler = sampler_copy(shape, launch) + packed_copy(shape, launch) if work.samples else 0.0
     items = [
         always("weights", weights(shape, launch)),
-        always("optimizer (AdamW)", optimizer(shape, launch)),
+        always("optimizer (AdamW)", optimizer_bytes(shape.trainable, launch)),
         gradients(shape, launch),
         always("sampler's copy of the weights", sampler),
         *(learner(critic, launch) for critic in critics),
         always("models that only score", sum(sampler_copy(other, launch) for other in others)),
         Item("activations", train=held.activations),
         Item("logits and output head", train=held.logits, sample=sampler_working(shape, launch, work)),
+        Item("logits kept for the backward", train=kept),
         Item("KV cache", sample=kv_cache(shape, launch, work)),
         temporary(shape, held, launch),
         always("CUDA context and libraries (assumed)", CUDA_BYTES if launch.cuda else 0.0),
@@ -110,31 +113,15 @@ def weights(shape: ModelShape, launch: Launch) -> float:
     return launch.weight_bytes * shape.parameters
 
 
-def optimizer(shape: ModelShape, launch: Launch) -> float:
-    """8 Nt; sharded from stage 1 on, with an fp32 copy of the weights (in fp32 training too). In 8 bit 2 Nt; pages leave a full GPU."""
-    if launch.offload or launch.optimizer.startswith("paged"):
-        return 0.0
-    if launch.optimizer == "adamw_8bit":
-        return ADAM_8BIT * shape.trainable
-    if launch.fsdp:
-        return ADAM * shape.trainable / launch.world
-    if launch.zero in (None, 0):
-        return ADAM * shape.trainable
-    return (ADAM + FP32) * shape.trainable / launch.world
-
-
 def gradients(shape: ModelShape, launch: Launch) -> Item:
     """4 Nt while a step is under way; sharded at stage 2; at stage 3 in a buffer that is always there."""
-    if launch.zero == 3:
-        return always("gradients", 0.0 if launch.offload else FP32 * shape.trainable / launch.world)
-    share = launch.world if launch.zero == 2 or launch.fsdp else 1
-    size = FP32 * shape.trainable / share
-    return Item("gradients", train=size, update=size)
+    size = gradient_bytes(shape.trainable, launch)
+    return always("gradients", size) if launch.zero == 3 else Item("gradients", train=size, update=size)
 
 
 def learner(shape: ModelShape, launch: Launch) -> Item:
     """A second model that learns, beside what a micro-batch needs."""
-    stays, grads = weights(shape, launch) + optimizer(shape, launch), gradients(shape, launch)
+    stays, grads = weights(shape, launch) + optimizer_bytes(shape.trainable, launch), gradients(shape, launch)
     return Item("critic: weights, optimizer, gradients", stays + grads.sample, stays + grads.train, stays + grads.update)
 
 
@@ -169,6 +156,18 @@ def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
         return float(per_token * PAGE * (work.pages + 1))
     tokens = work.prompts * work.prompt + work.rows * (work.answer - 1)
     return per_token * (tokens if shape.fast else tokens + work.rows * work.prompt)
+
+
+def kept_logits(shape: ModelShape, launch: Launch, batch: MicroBatch, asked: int | None) -> float:
+    """What the output head keeps of a micro-batch on a GPU so that its backward need not compute the scores again.
+
+    `asked`: how many bytes it may; None: the learner's default there. Off CUDA it is part of `Held`.
+    """
+    if not launch.cuda:
+        return 0.0
+    stays = weights(shape, launch) + gradient_bytes(shape.trainable, launch) + optimizer_bytes(shape.trainable, launch)
+    most = default_kept(launch.memory, stays + launch.compute_bytes * shape.parameters) if asked is None else asked
+    return float(kept_bytes(batch.tokens, shape.vocab, launch.compute_bytes, most))
 
 
 def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:

@@ -38,7 +38,8 @@ class Arithmetic:
     """How a backend runs a micro-batch.
 
     dtype: of the weights; autocast: bf16 on fp32 weights; keeps_gradients: they add up in `.grad` (else they leave at once).
-    cuda: the output head runs in kernels, whose slabs of scores are larger. low_base: the frozen matrices are bf16.
+    cuda: the output head runs in kernels, whose slabs of scores are larger; what it keeps is not counted here (`kept_logits` does).
+    kept: bytes that it may keep elsewhere, as `LearnerSettings.kept_bytes`. low_base: the frozen matrices are bf16.
     """
 
     dtype: torch.dtype = torch.float32
@@ -47,6 +48,7 @@ class Arithmetic:
     fused: bool = True
     checkpointing: bool = False
     cuda: bool = False
+    kept: int | None = None
     low_base: bool = False
 
 
@@ -128,7 +130,7 @@ class Skeleton:
             if how.checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.train()
-            head = LogprobHead.untried(model, fused=how.fused)
+            head = LogprobHead.untried(model, fused=how.fused, kept_bytes=0 if how.cuda else how.kept)
             storages = Storages(model)
             if self._layers is not None and self._two is not None:
                 blocks: Any = inner_model(model).get_submodule(self._layers[0])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rl.clients import SamplerSettings, WorkerSettings
 from rl.errors import UserError
-from rl.learner import LearnerSettings
+from rl.learner import LearnerSettings, kept_of_gib
 from rl.settings import FlowSettings, StagePlan
 
 
@@ -16,9 +16,8 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
     found = []
     for plan in stages:
         model, optim, sampling = plan.settings.model, plan.settings.optim, plan.settings.sampling
-        kept = None if model.kept_logits_gib is None else int(model.kept_logits_gib * 2**30)
         learner = LearnerSettings(
-            token_budget=optim.token_budget, layout=optim.layout, fused=model.fused_logprobs, kept_bytes=kept,
+            token_budget=optim.token_budget, layout=optim.layout, fused=model.fused_logprobs, kept_bytes=kept_of_gib(model.kept_logits_gib),
             gradient_checkpointing=model.gradient_checkpointing, optimizer=optim.optimizer, router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
         )  # fmt: skip

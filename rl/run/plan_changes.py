@@ -54,6 +54,7 @@ def _candidates(run: Run, launch: Launch) -> list[Change]:
     model, optim, sampling = (getattr(run.stages[-1].settings, name) for name in ("model", "optim", "sampling"))
     found = [_setting("model", "gradient_checkpointing", True)] * (not model.gradient_checkpointing)
     found += [_setting("model", "fused_logprobs", True)] * (not model.fused_logprobs)
+    found += [_setting("model", "kept_logits_gib", 0)] * (launch.cuda and model.fused_logprobs and model.kept_logits_gib != 0)
     found += [_setting("model", "lora_rank", 32, costly=True)] * (not model.lora_rank)
     found += [_setting("optim", "token_budget", max(1, optim.token_budget // divisor)) for divisor in (2, 4)]
     found.append(_setting("sampling", "max_rows", max(1, sampling.max_rows // 4)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl.errors import UserError
+from rl.learner import kept_of_gib
 from rl.memory import (
     GIB,
     Arithmetic,
@@ -22,6 +23,7 @@ from rl.memory import (
     Traces,
     Work,
     check_team_holds,
+    kept_logits,
     micro_batch,
     plan,
     plan_sampler,
@@ -56,16 +58,24 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
         zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
     per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
-    launch = Launch(cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp)
-    if options.plan_gpu_memory is not None:
-        return launch, Device(f"GPU of {options.plan_gpu_memory:g} GiB", options.plan_gpu_memory * GIB)
-    if here:
+    device = _device(options.plan_gpu_memory, asked=asked, per_node=per_node)
+    launch = Launch(
+        cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp, memory=device.memory if cuda else 0.0
+    )
+    return launch, device
+
+
+def _device(gib: float | None, *, asked: bool, per_node: int) -> Device:
+    """Of `gib` GiB, or the one that is here, or one that is only asked about, or a process's part of this machine."""
+    if gib is not None:
+        return Device(f"GPU of {gib:g} GiB", gib * GIB)
+    if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-        return launch, Device(found.name, float(found.total_memory))
+        return Device(found.name, float(found.total_memory))
     if asked:
-        return launch, Device(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
+        return Device(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return launch, Device("CPU process", machine / per_node)
+    return Device("CPU process", machine / per_node)
 
 
 def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None, holds: Holds | None = None) -> list[StageNeeds]:
@@ -127,9 +137,10 @@ def _needs(
     critic = method.critic(settings)
     critics = [] if critic is None else [shape if critic == "policy" else TRACES.shape((critic, model.tokenizer, _lora(model)))]
     held = holds(model, batch, launch)
+    kept = kept_logits(shape, launch, batch, kept_of_gib(model.kept_logits_gib)) if model.fused_logprobs else 0.0
     if samplers is None:
-        return [StageNeeds(stage.name, model.base_model, plan(shape, held, launch, work, others, critics), work, launch)]
-    learns = plan(shape, held, launch, Work(batch=batch, samples=False), (), critics)
+        return [StageNeeds(stage.name, model.base_model, plan(shape, held, launch, work, others, critics, kept), work, launch)]
+    learns = plan(shape, held, launch, Work(batch=batch, samples=False), (), critics, kept)
     host = (*learns.host, ("weights on their way to the ranks that sample, on rank 0", staged(shape)))
     one = StageNeeds(f"{stage.name}, ranks that learn", model.base_model, Plan(learns.items, host), replace(work, samples=False), launch)
     draws = plan_sampler(shape, samplers, work, others)
@@ -235,6 +246,7 @@ def _run(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Any:
         fused=model.fused_logprobs,
         checkpointing=model.gradient_checkpointing,
         cuda=launch.cuda,
+        kept=None if launch.cuda else kept_of_gib(model.kept_logits_gib),
         low_base=launch.base != "fp32" and launch.zero is None and not launch.fsdp,
     )
     return (model.base_model, model.tokenizer, _lora(model)), batch, how

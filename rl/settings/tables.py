@@ -122,7 +122,7 @@ class ModelSettings:
     fused_logprobs: bool = True
     """Token logprobs without holding the logits (kernels.linear_logprob); off: the plain computation."""
     kept_logits_gib: Annotated[float | None, Range(0, 1e6)] = None
-    """GiB that the output head may keep of a micro-batch (tokens x vocabulary, two bytes each on a GPU) so that its backward need not compute the scores again; 0: never. By default a quarter of what is free on the GPU at the first step, 1/16 GiB on a CPU."""
+    """GiB that the output head may keep of a micro-batch (tokens x vocabulary, two bytes each on a GPU) so that its backward need not compute the scores again; 0: never. By default a quarter of what the model, its gradients, its optimizer's state and one more copy of the weights leave of a GPU's memory, down to a power of two; 1/16 GiB on a CPU."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

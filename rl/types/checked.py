@@ -7,6 +7,8 @@ import numbers
 import operator
 from typing import Any
 
+import numpy as np
+
 from rl.errors import BadRequestError
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which losses and the optimizer compute
@@ -49,6 +51,13 @@ def switch(name: str, value: Any) -> bool:
     if value is None or isinstance(value, bool | numbers.Integral) and value in (0, 1) or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise BadRequestError(f"{name} is True or False, got {_shortly(value)} ({type(value).__name__})")
+
+
+def target_ids(where: str, targets: np.ndarray, vocabulary: int) -> None:
+    """Raises ValueError, naming the first, unless all of `targets` [N] or [N, K] lie in [0, vocabulary)."""
+    if targets.size and (targets.min() < 0 or targets.max() >= vocabulary):
+        wrong = targets[(targets < 0) | (targets >= vocabulary)][0]
+        raise BadRequestError(f"{where}: target_tokens holds the id {wrong}; the model's ids are 0 to {vocabulary - 1}")
 
 
 def _shortly(value: Any) -> str:

@@ -1,0 +1,81 @@
+"""The learner's output head: what it holds, what it waits for, and that no target it is given lies outside of the vocabulary."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import VOCABULARY, gradient, make_worker, random_datums
+from test_kernel_tripwire import Tripwire
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl.learner.logprobs import HeadRequest, LogprobHead
+from rl.losses.losses import LOSSES
+from rl.types import Datum, ModelInput
+
+V, T, K = 40_000, 64, 3
+
+
+def model_of(trained: bool = True) -> nn.Module:
+    """A model whose vocabulary is far larger than everything else in it."""
+    config = Qwen3Config(vocab_size=V, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+                         intermediate_size=32, max_position_embeddings=128, tie_word_embeddings=False)  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.lm_head.requires_grad_(trained)
+    return model
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("soft", [True, False])
+def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, trained):
+    """Forward and backward of the module itself: nothing is as large as [T, V], and the head reads no number back."""
+    model = model_of(trained)
+    head = LogprobHead(model, kept_bytes=0)
+    assert head.fused
+    targets = torch.randint(0, V, (T, K) if soft else (T,))
+    ids = torch.randint(0, V, (2, T // 2))
+    with Tripwire() as plain:
+        model(input_ids=ids, use_cache=False)
+    with Tripwire() as wire:
+        logp, found, _ = head(model, HeadRequest(targets, None, 0.7, entropy), input_ids=ids)
+        assert wire.reads == plain.reads  # those of transformers' own forward
+        (logp.sum() + found.sum()).backward()
+    assert wire.largest < T * V and logp.shape == targets.shape
+    assert (model.lm_head.weight.grad is not None) == trained
+
+
+def test_logits_would_be_seen():
+    """The count of the test above is of tensors that are made in the model's forward."""
+    model = model_of()
+    with Tripwire() as wire:
+        LogprobHead(model, fused=False)(model, HeadRequest(torch.zeros(T, dtype=torch.int64), None, 1.0, False),
+                                        input_ids=torch.zeros(1, T, dtype=torch.int64))  # fmt: skip
+    assert wire.largest == T * V
+
+
+@pytest.fixture(scope="module")
+def worker():
+    return make_worker(value_head=True, token_budget=16)
+
+
+def with_target(datum: Datum, wrong: int, soft: bool) -> Datum:
+    inputs = dict(datum.loss_fn_inputs)
+    targets = inputs["target_tokens"].array.copy()
+    targets = np.stack([targets] * K, 1) if soft else targets
+    targets[(-1, K - 1) if soft else -1] = wrong
+    fields = {name: data.array for name, data in inputs.items()} | {"target_tokens": targets}
+    return Datum(ModelInput.from_ints(datum.model_input.to_ints()), {"target_tokens": targets} if soft else fields)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "soft"])
+@pytest.mark.parametrize("wrong", [-100, -1, VOCABULARY])
+def test_a_target_that_is_no_id_is_refused_before_anything_runs(worker, monkeypatch, loss, wrong):
+    """By the learner itself, whoever calls it, in the last of several micro-batches; what was accumulated stays."""
+    datums = random_datums(8)
+    worker.forward_backward(0, datums, "importance_sampling", {}, 1.0, True)
+    before = gradient(worker).clone()
+    datums[-1] = with_target(datums[-1], wrong, loss == "soft")
+    monkeypatch.setattr(LogprobHead, "__call__", lambda *_, **__: pytest.fail("a forward ran"))
+    with pytest.raises(ValueError, match=f"datum 7: target_tokens holds the id {wrong}; the model's ids are 0 to {VOCABULARY - 1}"):
+        worker.forward_backward(0, datums, "cross_entropy" if loss == "soft" else loss, {}, 1.0, True)
+    assert torch.equal(gradient(worker), before) and worker.learners[0].has_gradient
