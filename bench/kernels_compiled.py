@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "kernels_compiled.csv")
     args = parser.parse_args()
     from test_kernel_compile import assembled, hoppers_kernels, sampler_kernels
+    from test_kernel_paged_compile import MODELS, WIDTHS, paged_kernels
 
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
@@ -32,8 +33,12 @@ def main() -> None:
         for target in args.targets:
             cases = [("", *given[:6]) for given in sampler_kernels(target)]
             for kernel, constants, data, warps, stages, _ in hoppers_kernels() if target == 90 else ():
-                flag = next((f", {name}" for name in ("ENTROPY", "HAS_C") if constants.get(name)), "")
+                flag = "".join(f", {name}" for name in ("ENTROPY", "KEEP", "HAS_C") if constants.get(name))
                 cases.append((f"{constants['TYPE']}, D={constants['D']}{flag}", kernel, constants, data, warps, stages, None))
+            for dtype, heads in [("bf16", given) for given in (*MODELS, *WIDTHS)] + [("fp32", MODELS[1])]:
+                name = f"{dtype}, {heads[0]} heads over {heads[1]}, width {heads[2]}"
+                for kernel, constants, warps, stages, kinds, _ in paged_kernels(*heads, dtype):
+                    cases.append((name + ", a part" * bool(constants.get("PARTIAL")), kernel, constants, (), warps, stages, kinds))
             for case, kernel, constants, data, warps, stages, kinds in cases:
                 compiled, registers, spilled = assembled(kernel, dict(constants), data, warps, stages, kinds, Path(folder), target)
                 row = [f"sm_{target}", kernel.__name__.strip("_"), case, warps, registers, spilled, compiled.metadata.shared]

@@ -29,16 +29,25 @@ def run(function, dtype, x, w, y, upstream, frozen=False, bent=True, **settings)
     return [t.detach().double() for t in (logp, entropy, x.grad, *(() if frozen else (w.grad,)))]
 
 
+ONE = "one"  # [T, V] fits, and a second one does not
+PATHS = [{"saved_bytes": 0}, {"saved_bytes": ONE}, {"saved_bytes": 1 << 40}, {"saved_bytes": 0, "frozen": True}]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("T", "D", "V"), [(1, 1000, 1000), (257, 896, 50257), (300, 2048, 32000), (64, 100, 1001)])
 @pytest.mark.parametrize("bent", [True, False])
-@pytest.mark.parametrize("path", [{"saved_bytes": 0}, {"saved_bytes": 1 << 40}, {"saved_bytes": 0, "frozen": True}])
+@pytest.mark.parametrize("path", PATHS)
 def test_error_rule(dtype, T, D, V, path, bent):
     holds(problem(T, D, V, dtype), dtype, path, bent, temperature=0.7)
 
 
+def resolved(path, x, w, dtype):
+    return path | {"saved_bytes": len(x) * len(w) * dtype.itemsize} if path["saved_bytes"] == ONE else path
+
+
 def holds(given, dtype, path, bent, **settings):
     """Our error against float64 is at most twice that of plain torch in the same precision."""
+    path = resolved(path, given[0], given[1], dtype)
     frozen = bool(path.get("frozen"))
     exact = run(linear_logprob_reference, torch.float64, *given, frozen, bent, **settings)
     plain = run(linear_logprob_reference, dtype, *given, frozen, bent, **settings)
@@ -46,9 +55,6 @@ def holds(given, dtype, path, bent, **settings):
     for mine, theirs, truth in zip(ours, plain, exact, strict=True):
         assert mine.isfinite().all()
         assert (mine - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 1e-4 * max(1.0, float(truth.abs().max()))
-
-
-PATHS = [{"saved_bytes": 0}, {"saved_bytes": 1 << 40}, {"saved_bytes": 0, "frozen": True}]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -74,6 +80,7 @@ def test_more_tokens_than_go_through_a_slab_at_once(path):
     """9000 tokens: two chunks. Checked on the rows at the ends and, for dW, on what their sum must be."""
     T, D, V = 9000, 256, 131_072
     x, w, y, upstream = problem(T, D, V, torch.bfloat16)
+    path = resolved(path, x, w, torch.bfloat16)
     x.requires_grad_()
     w.requires_grad_(not path.get("frozen"))
     linear_logprob(x, w, y, saved_bytes=path["saved_bytes"], entropy=False)[0].backward(upstream[0])
@@ -98,6 +105,15 @@ def test_logprobs_are_bitwise_independent_of_the_batch_and_the_run():
         assert torch.equal(linear_logprob(x[rows], w, y[rows])[0], whole[rows])
     frozen = linear_logprob(x.requires_grad_(), w, y, saved_bytes=0)[0]
     assert torch.equal(linear_logprob(x[:300], w, y[:300], saved_bytes=0)[0], frozen[:300])
+
+
+def test_logprobs_have_the_same_bits_whatever_is_kept():
+    """No gradient, scores again, and [T, V] kept: one kernel, or the older one for all of them."""
+    x, w, y, _ = problem(700, 896, 50_256, torch.bfloat16)
+    plain = linear_logprob(x, w, y)
+    for saved in (0, len(x) * len(w) * 2, 1 << 40):
+        kept = linear_logprob(x.requires_grad_(), w.requires_grad_(), y, saved_bytes=saved)
+        assert all(torch.equal(mine, other) for mine, other in zip(kept, plain, strict=True)), saved
 
 
 @pytest.mark.parametrize("frozen", [False, True])
