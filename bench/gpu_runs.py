@@ -38,10 +38,9 @@ def part_learner(table: Any, dry: bool) -> None:
         if model is None:
             return
         give_back(device_of(dry))
-        # First as the plan counts it, without logits that are kept in free memory; then as it is by default.
-        peak = table.attempt(case, "kept 0", lambda: learned(table, case, "kept 0", folder, count, length, 0, dry))
-        table.attempt(case, "--plan", lambda: compare_plan(table, case, model, count, length, peak))
-        table.attempt(case, "ours", lambda: learned(table, case, "ours", folder, count, length, None, dry))
+        for name, kept in (("kept 0", 0), ("ours", None)):  # with scores computed again, then as it is by default
+            peak = table.attempt(case, name, lambda n=name, k=kept: learned(table, case, n, folder, count, length, k, dry))
+            table.attempt(case, f"{name}, --plan", lambda n=name, k=kept, p=peak: compare_plan(table, case, n, model, count, length, k, p))
 
 
 def learned(table: Any, case: str, name: str, folder: Path, count: int, length: int, kept: int | None, dry: bool) -> int:
@@ -76,15 +75,19 @@ def learned(table: Any, case: str, name: str, folder: Path, count: int, length: 
     return peak
 
 
-def plan_of(model: Path, count: int, length: int) -> Any:
-    """What `train.py sft --plan` works out for batches of `count` rows of `length` tokens, each batch a micro-batch."""
+def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
+    """What `train.py sft --plan` works out for batches of `count` rows of `length` tokens, each batch a micro-batch.
+
+    `kept`: bytes that the output head may keep of logits; None: the default on this device.
+    """
     from rl.methods import METHODS
     from rl.run.plan_needs import launch_of, needs_of
     from rl.settings.cli import read
     from rl.settings.tables import RunSettings
 
     words = ["sft", "--base-model", str(model), "--dataset", "addition", "--lora-rank", "0", "--layout", "padded", "--eval-every", "0"]
-    words += ["--batch-size", str(count), "--token-budget", str(count * length), "--kept-logits-gib", "0"]
+    words += ["--batch-size", str(count), "--token-budget", str(count * length)]
+    words += [] if kept is None else ["--kept-logits-gib", str(kept / 2**30)]
     words += ["--plan-prompt-tokens", str(length - 1), "--max-tokens", "1"]
     run = read(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
     launch, _ = launch_of(run.options, run.stages[0].settings.model.precision)
@@ -95,20 +98,20 @@ def plan_of(model: Path, count: int, length: int) -> Any:
     return needs.plan
 
 
-def compare_plan(table: Any, case: str, model: Path, count: int, length: int, peak: int | None) -> None:
-    """`peak`: of the step that was made, None where it was not.
+def compare_plan(table: Any, case: str, name: str, model: Path, count: int, length: int, kept: int | None, peak: int | None) -> None:
+    """`peak`: of the step that was made, None where it was not. `kept`: see `plan_of`.
 
     What libraries take of a device is no tensor, so the plan's assumption of it is left out.
     """
     from rl.memory import Plan
 
-    found = plan_of(model, count, length)
+    found = plan_of(model, count, length, kept)
     tensors = Plan(tuple(item for item in found.items if not item.name.startswith("CUDA context")), found.host)
     items = ", ".join(f"{item.name} {item.train / 2**20:.0f}" for item in tensors.items if item.train)
     planned = tensors.peak
-    table.row(case, "--plan", "planned_bytes", int(planned), note=f"MiB in a micro-batch: {items}")
+    table.row(case, f"{name}, --plan", "planned_bytes", int(planned), note=f"MiB in a micro-batch: {items}")
     if peak is not None:
-        table.row(case, "--plan", "measured/planned", peak / planned)
+        table.row(case, f"{name}, --plan", "measured/planned", peak / planned)
 
 
 def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]) -> None:

@@ -213,7 +213,7 @@ def test_a_part_whose_model_cannot_be_made_says_so(tmp_path, monkeypatch, part):
 def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
     model = gpu_runs.save("tiny", tmp_path / "model", "cpu")
     table = gpu.Table("learner", tmp_path / "learner.csv")
-    gpu_runs.compare_plan(table, "tiny", model, 2, 32, 1 << 24)
+    gpu_runs.compare_plan(table, "tiny", "kept 0", model, 2, 32, 0, 1 << 24)
     planned, ratio = rows_of(table.path)
     assert (planned["metric"], ratio["metric"]) == ("planned_bytes", "measured/planned")
     assert float(ratio["value"]) == pytest.approx((1 << 24) / int(planned["value"]), rel=1e-4)
