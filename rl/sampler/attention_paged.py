@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,9 +30,12 @@ def own_and_shared(
     for number, (members, pages) in enumerate(shared):
         skip[members], shares[members], group[members] = len(pages) * size, True, number
         shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * size
-    for i, every in enumerate(tables):
-        own = every[skip[i] // size :]
-        table[i, : len(own)] = own
+    first = (skip // size).tolist()
+    own = [pages[first[i] :] if first[i] else pages for i, pages in enumerate(tables)]
+    counts = np.array([len(pages) for pages in own], np.int64)
+    filled = np.zeros((rows, width), np.bool_)
+    filled[: len(own)] = np.arange(width) < counts[:, None]
+    table[filled] = np.fromiter(chain.from_iterable(own), np.int32, int(counts.sum()))
     order = np.argsort(np.where(shares, group, groups), kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group[shares], minlength=groups))]).astype(np.int32)
     length = np.pad(lengths, (0, rows - len(lengths)), constant_values=1) - skip

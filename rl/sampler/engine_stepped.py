@@ -159,21 +159,29 @@ class SteppedEngine(PagedEngine):
         """The rows as they are now; those of the bucket that are nobody's have ended."""
         rows, tables = self._rows, [row.pages for row in self._state.tables.rows]
         groups = max(bucket // 2, 1)
-        skip, table, _, together = own_and_shared(tables, written + 1, shared, size, bucket, groups, b.table.shape[1])
+        width = max(len(pages) for pages in tables)  # what lies behind it nobody reads
+        skip, table, _, together = own_and_shared(tables, written + 1, shared, size, bucket, groups, width)
         greedy = rows["temperature"] == 0
         padded: dict[str, np.ndarray] = {"token": rows.last_tokens(), "position": written, "left": left, "stop_row": rows["stop_row"]}
         for name, values in padded.items():
-            self._say(getattr(b, name)[:bucket], np.pad(values, (0, bucket - len(values))))
-        by_row = {"skip": skip, "table": table} | {name: together[name] for name in ("order", "place", "group", "shares")}
+            self._say(getattr(b, name)[:bucket], _filled(values, bucket))
+        by_row = {"skip": skip} | {name: together[name] for name in ("order", "place", "group", "shares")}
         for name, values in by_row.items():
             self._say(getattr(b, name)[:bucket], values)
-        self._say(b.greedy[:bucket], np.pad(greedy, (0, bucket - len(greedy))))
-        warm = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)
-        self._say(b.temperature[:bucket], np.pad(warm, (0, bucket - len(warm)), constant_values=1.0))
+        self._say(b.greedy[:bucket], _filled(greedy, bucket))
+        self._say(b.temperature[:bucket], _filled(np.where(greedy, 1.0, rows["temperature"]).astype(np.float32), bucket, 1.0))
         self._say(b.starts[: groups + 1], together["starts"])
-        self._say(b.shared_table[:groups], together["table"])
+        self._say(b.table[:bucket, :width], table)
+        self._say(b.shared_table[:groups, :width], together["table"])
         self._say(b.shared_length[:groups], together["length"])
 
     @staticmethod
     def _say(to: Tensor, values: np.ndarray) -> None:
         to.copy_(torch.from_numpy(np.ascontiguousarray(values)), non_blocking=True)
+
+
+def _filled(values: np.ndarray, count: int, rest: float = 0) -> np.ndarray:
+    """`count` of them, the last ones `rest`. numpy's pad takes ten times as long, for which the device would wait."""
+    found = np.full(count, rest, values.dtype)
+    found[: len(values)] = values
+    return found
