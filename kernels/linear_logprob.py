@@ -40,6 +40,7 @@ from kernels.common import (
     without_autocast,
 )
 from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
+from kernels.slabs import whole_lines
 from kernels.tiles import device_of, tiles_for
 
 NAME = "linear_logprob"
@@ -67,7 +68,7 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
     tiles = -(-vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns)
     exponents = hidden_TD.new_empty((tiles, tokens), dtype=torch.float32)
-    return hidden_TD.new_empty((tokens, vocab)), exponents
+    return hidden_TD.new_empty((tokens, whole_lines(vocab, hidden_TD.element_size()))).narrow(1, 0, vocab), exponents
 
 
 # -------------------------------------------------------------------------------------------------------- custom ops

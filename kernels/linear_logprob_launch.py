@@ -27,7 +27,7 @@ from kernels.linear_logprob_triton import (
 )
 from kernels.linear_logprob_ws import _dlogits_ws_kernel, _forward_ws_kernel
 from kernels.operands import add_mm_, cut_rows, interpreting, matmul_options, operand
-from kernels.slabs import chunk_rows, slabs
+from kernels.slabs import chunk_rows, slabs, whole_lines
 from kernels.tiles import SPECIAL, Tiles, device_of, multiprocessors, tiles_for
 
 
@@ -180,7 +180,8 @@ class Scores:
         """
         spans = [(0, self.V)] if whole else list(slabs(self.V, self.tiles.columns))
         chunks = [(slice(0, self.N), self)] if whole else self.chunks(spans[0][1])
-        buffer = self.x.new_empty(chunks[0][1].N * (spans[0][1] - spans[0][0]))
+        size = self.x.element_size()
+        buffer = self.x.new_empty(chunks[0][1].N * whole_lines(spans[0][1] - spans[0][0], size))
         dx = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device) if need_x and not whole else None
         dw = (torch.zeros if first else torch.empty)(self.w.shape, dtype=self.w.dtype, device=self.w.device) if need_w else None
         learns = None if dw is None else dw.narrow(1, first, dw.shape[1] - first)
@@ -189,7 +190,8 @@ class Scores:
             direct = len(chunks) == 1 and first == 0
             sums = None if learns is None or direct else learns.new_zeros((hi - lo, learns.shape[1]), dtype=torch.float32)
             for rows, part in chunks:
-                dz = buffer.narrow(0, 0, part.N * (hi - lo)).view(part.N, hi - lo)
+                line = whole_lines(hi - lo, size)
+                dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, hi - lo)
                 fill(part, rows, dz, lo, hi)
                 if sums is not None:
                     add_mm_(sums, dz.t(), part.x.narrow(1, first, sums.shape[1]))
@@ -243,13 +245,15 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
     """
     x, w, head, tile = scores.x, scores.w, scores.head, scores.tiles.columns
     part, width = scores.parts(SLAB_SPLITS, len(spans)), spans[0][1] - spans[0][0]
-    buffer = x.new_empty(scores.N * width)
+    size = x.element_size()
+    buffer = x.new_empty(scores.N * whole_lines(width, size))
     exponents = torch.empty((triton.cdiv(width, tile), scores.N), dtype=torch.float32, device=x.device)
     mean = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     ref = _target_exponent(scores)
     headroom = 14.0 if x.dtype == torch.float16 else 40.0  # float16 ends at 2^16; 2^40 is far from bfloat16's end
     for index, (lo, hi) in enumerate(spans):
-        kept = buffer.narrow(0, 0, scores.N * (hi - lo)).view(scores.N, hi - lo)
+        line = whole_lines(hi - lo, size)
+        kept = buffer.narrow(0, 0, scores.N * line).view(scores.N, line).narrow(1, 0, hi - lo)
         exps = exponents.narrow(0, 0, triton.cdiv(hi - lo, tile))
         scores.forward(
             part, lo, hi, index, SLAB_SPLITS, entropy=entropy, kept=kept, exponents=exps, ref=ref, headroom=headroom,

@@ -11,7 +11,7 @@ Why these tiles (H100: 132 SMs, 2048 bf16 multiply-adds a clock and SM, 227 KiB 
   states (16 MiB) stay in L2 while W streams by.
 - The loops over tiles are flattened into the ones over D, so that loads of the next tile start before the epilogue of this one.
 The split of the vocabulary depends on V alone, like the tiles: a token's logprob has the same bits in every batch, with and without
-[T, V] kept (where its rows begin at 16 bytes). Not under `expected`, whose sums go slab by slab.
+[T, V] kept. Not under `expected`, whose sums go slab by slab.
 """
 
 from __future__ import annotations

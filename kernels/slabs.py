@@ -25,14 +25,19 @@ def chunk_rows(rows: int, width: int, tile: int) -> int:
     return rows if rows * width <= SLAB_ELEMENTS else max(SLAB_ELEMENTS // width // tile * tile, tile)
 
 
+def whole_lines(columns: int, itemsize: int) -> int:
+    """Columns, so many that every row begins at 16 bytes: others are read and written in pieces, and spill a kilobyte a thread."""
+    return columns + -columns % (16 // itemsize)
+
+
 def kept_bytes(tokens: int, V: int, itemsize: int, most: float) -> int:
     """What the plans "saved" and "whole" hold on CUDA at a time, where `most` bytes may be kept; 0 where that is too little for them.
 
     [T, V] of `itemsize`, float32 exponents [tiles, T] (of the narrowest tile, 128 columns: at most), and under "whole" a gradient of
     that size.
     """
-    scores = tokens * V * itemsize
-    return 0 if scores > most else scores * (2 if 2 * scores <= most else 1) + 4 * tokens * -(-V // 128)
+    scores, room = tokens * V * itemsize, tokens * whole_lines(V, itemsize) * itemsize
+    return 0 if scores > most else room * (2 if 2 * scores <= most else 1) + 4 * tokens * -(-V // 128)
 
 
 def head_bytes(tokens: int, D: int, V: int, itemsize: int, *, frozen: bool = False) -> int:

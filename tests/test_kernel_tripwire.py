@@ -281,6 +281,36 @@ def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, fr
     assert 0.9 * held <= head_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
 
 
+def test_every_row_of_scores_begins_at_16_bytes(launches, monkeypatch):
+    """Whatever the vocabulary: kept ones, a slab's gradient, the frozen head's. Unaligned ones spilled 1.4 KB a thread on Hopper."""
+    launch, _ = launches
+    strides = []
+
+    class Stores:
+        def __init__(self, at):
+            self.at = at
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: strides.append(args[self.at].stride(0) * args[self.at].element_size())
+
+    for name, at in (("_forward_kernel", 6), ("_dlogits_kernel", 8), ("_saved_dlogits_kernel", 8), ("_align_kernel", 0)):
+        monkeypatch.setattr(launch, name, Stores(at))
+    head = sys.modules["kernels.linear_logprob"]
+    monkeypatch.setattr(head, "triton_works", lambda tensor: True)
+    with FakeTensorMode():
+        x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 50_257))
+        y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
+        co, need = Coefficients(row, row, None), {"need_x": True, "need_w": True, "need_bias": False}
+        launch.forward(x, w, y, None, Head(), expected=True)
+        launch.backward(x, w, y, None, Head(), co, row, **need)
+        kept = head._kept(x, 50_257, "saved")
+        assert kept[0].shape == (512, 50_257)
+        launch.saved_forward(x, w, y, None, Head(), *kept, entropy=True)
+        for whole in (False, True):
+            launch.saved_backward(x, w, y, None, Head(), co, row, *kept, row, None, whole=whole, **need)
+    assert len(strides) > 30 and not [stride for stride in strides if stride % 16]
+
+
 @pytest.mark.parametrize(("tokens", "D", "V"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("whole", [False, True])
