@@ -32,13 +32,17 @@ def paged_kernels(heads, key_heads, width, dtype):
 
 
 CASES = [(90, "bf16", *MODELS[0])]
-EVERY = [(target, "bf16", *model) for target, model in itertools.product((80, 86, 89, 100, 120), MODELS)] + [(90, "bf16", *MODELS[1])]
-EVERY += [(target, "bf16", *model) for target, model in itertools.product((80, 90), WIDTHS)]
-EVERY += [(90, "fp16", *MODELS[1]), (80, "fp32", *MODELS[1]), (89, "fp32", *WIDTHS[0]), (120, "fp32", *MODELS[0])]
+SOME = [(80, "bf16", *MODELS[1]), (89, "bf16", *MODELS[0]), (100, "bf16", *MODELS[1]), (120, "bf16", *MODELS[1]), (90, "bf16", *MODELS[1])]
+SOME += [(90, "bf16", *WIDTHS[0]), (90, "bf16", *WIDTHS[1]), (80, "bf16", *WIDTHS[3]), (90, "fp16", *MODELS[1]), (89, "fp32", *WIDTHS[0])]
+TARGETS, KINDS = (80, 86, 89, 90, 100, 120), ("bf16", "fp16", "fp32")
+EVERY = [(target, kind, *model) for target, kind, model in itertools.product(TARGETS, KINDS, MODELS + WIDTHS)]
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "heads", "key_heads", "width"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY]
+    ("target", "dtype", "heads", "key_heads", "width"),
+    CASES
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in SOME]
+    + [pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in CASES + SOME],
 )
 def test_attention_over_pages(target, dtype, heads, key_heads, width, tmp_path):
     """The hot kernel spills next to nothing and asks for the next keys while it multiplies (cp.async); the tensor cores multiply."""
