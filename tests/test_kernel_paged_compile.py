@@ -21,11 +21,11 @@ def paged_kernels(heads, key_heads, width, dtype):
     some["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
     kinds = dict.fromkeys(("table_ptr", "length_ptr"), "*i32") | dict.fromkeys(("order_ptr", "group_ptr"), "*i64") | {"shares_ptr": "*i1"}
     kinds |= dict.fromkeys(("q_ptr", "kv_ptr"), f"*{dtype}") | {"plane": "i64"}
-    alone = kinds | {"out_ptr": f"*{dtype}"}
+    alone, few = kinds | {"out_ptr": f"*{dtype}"}, 32 if dtype == "fp32" else 16
     merge = {"D": width, "MOST": 64, "SOME": 8, "BLOCK": tile["BLOCK"]}
     return [
-        (kernels._own_kernel, some | {"BM": one, "PARTIAL": False}, warps, stages, alone, 16),
-        (kernels._own_kernel, some | {"BM": one, "PARTIAL": True}, warps, stages, kinds, 16),
+        (kernels._own_kernel, some | {"BM": one, "PARTIAL": False}, warps, stages, alone, few),
+        (kernels._own_kernel, some | {"BM": one, "PARTIAL": True}, warps, stages, kinds, few),
         (kernels._shared_kernel, some | {"BM": several, "HEADS": triton.next_power_of_2(heads // key_heads)}, warps, stages, kinds, 180),
         (kernels._merge_kernel, merge, 1, 3, alone, 0),
     ]
