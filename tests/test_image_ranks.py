@@ -39,7 +39,7 @@ def alone(start, tmp_path_factory):
     return found_by(start, tmp_path_factory.mktemp("alone"), None)
 
 
-@pytest.mark.parametrize("config", ["zero3", "fsdp2", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("ddp", "zero2"))])
+@pytest.mark.parametrize("config", ["zero3", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("ddp", "zero2", "fsdp2"))])
 def test_two_ranks_have_the_gradient_and_the_samples_of_one_process(config, start, alone, tmp_path):
     found = found_by(start, tmp_path, config)
     assert_same_gradients(alone, found, CASES)

@@ -35,7 +35,7 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero3", "fsdp2"])
+@pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.campaign), "zero3", "fsdp2"])
 def launched(request, models, tmp_path_factory) -> tuple[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp(request.param)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{request.param}.yaml")]
