@@ -390,7 +390,7 @@ MUTANTS = [
     M("rl/learner/keeping.py", "int(memory - stays) // 4", "int(memory) // 4", "what stays is taken for free", "keeping"),
     M("rl/learner/keeping.py", "int(of_ranks.min())", "int(of_ranks.max())", "ranks that take more than others can", "keeping"),
     M("kernels/slabs.py", "room * (2 if 2 * scores <= most else 1)", "room", "the scores' gradient in one piece is planned", "keeping"),
-    M("kernels/slabs.py", "return columns + -columns % (16 // itemsize)", "return columns", "rows of scores begin at 16 bytes",
+    M("kernels/slabs.py", "return columns + -columns % 16", "return columns", "rows of scores begin at 16 elements",
       "kernel_tripwire"),
     M("rl/learner/learner.py", '            target_ids(f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary)\n',
       "            pass\n", "targets are checked by the host", "head_request learner"),

@@ -68,7 +68,7 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
     tiles = -(-vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns)
     exponents = hidden_TD.new_empty((tiles, tokens), dtype=torch.float32)
-    return hidden_TD.new_empty((tokens, whole_lines(vocab, hidden_TD.element_size()))).narrow(1, 0, vocab), exponents
+    return hidden_TD.new_empty((tokens, whole_lines(vocab))).narrow(1, 0, vocab), exponents
 
 
 # -------------------------------------------------------------------------------------------------------- custom ops

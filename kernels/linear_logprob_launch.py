@@ -180,8 +180,7 @@ class Scores:
         """
         spans = [(0, self.V)] if whole else list(slabs(self.V, self.tiles.columns))
         chunks = [(slice(0, self.N), self)] if whole else self.chunks(spans[0][1])
-        size = self.x.element_size()
-        buffer = self.x.new_empty(chunks[0][1].N * whole_lines(spans[0][1] - spans[0][0], size))
+        buffer = self.x.new_empty(chunks[0][1].N * whole_lines(spans[0][1] - spans[0][0]))
         dx = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device) if need_x and not whole else None
         dw = (torch.zeros if first else torch.empty)(self.w.shape, dtype=self.w.dtype, device=self.w.device) if need_w else None
         learns = None if dw is None else dw.narrow(1, first, dw.shape[1] - first)
@@ -190,7 +189,7 @@ class Scores:
             direct = len(chunks) == 1 and first == 0
             sums = None if learns is None or direct else learns.new_zeros((hi - lo, learns.shape[1]), dtype=torch.float32)
             for rows, part in chunks:
-                line = whole_lines(hi - lo, size)
+                line = whole_lines(hi - lo)
                 dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, hi - lo)
                 fill(part, rows, dz, lo, hi)
                 if sums is not None:
@@ -245,14 +244,13 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
     """
     x, w, head, tile = scores.x, scores.w, scores.head, scores.tiles.columns
     part, width = scores.parts(SLAB_SPLITS, len(spans)), spans[0][1] - spans[0][0]
-    size = x.element_size()
-    buffer = x.new_empty(scores.N * whole_lines(width, size))
+    buffer = x.new_empty(scores.N * whole_lines(width))
     exponents = torch.empty((triton.cdiv(width, tile), scores.N), dtype=torch.float32, device=x.device)
     mean = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     ref = _target_exponent(scores)
     headroom = 14.0 if x.dtype == torch.float16 else 40.0  # float16 ends at 2^16; 2^40 is far from bfloat16's end
     for index, (lo, hi) in enumerate(spans):
-        line = whole_lines(hi - lo, size)
+        line = whole_lines(hi - lo)
         kept = buffer.narrow(0, 0, scores.N * line).view(scores.N, line).narrow(1, 0, hi - lo)
         exps = exponents.narrow(0, 0, triton.cdiv(hi - lo, tile))
         scores.forward(

@@ -43,11 +43,12 @@ def cut_rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """As the copy engine, and fast loads through pointers, need it: rows that begin at 16 bytes, their elements side by side.
+    """As the copy engine needs it, rows that begin at 16 bytes, or fast loads through pointers, whose strides Triton takes for aligned
+    where they are multiples of 16 elements; elements side by side.
 
     Rows of another length get zeros at their end, which no product notices. Unaligned ones are ten times slower than the copy.
     """
-    lines = 16 // tensor.element_size()
+    lines = 16 // tensor.element_size() if device_of(tensor).descriptors else 16
     missing = -tensor.shape[1] % lines
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))

@@ -25,9 +25,11 @@ def chunk_rows(rows: int, width: int, tile: int) -> int:
     return rows if rows * width <= SLAB_ELEMENTS else max(SLAB_ELEMENTS // width // tile * tile, tile)
 
 
-def whole_lines(columns: int, itemsize: int) -> int:
-    """Columns, so many that every row begins at 16 bytes: others are read and written in pieces, and spill a kilobyte a thread."""
-    return columns + -columns % (16 // itemsize)
+def whole_lines(columns: int) -> int:
+    """Columns, up to a multiple of 16: what Triton asks of a stride before it takes rows for aligned. Others are read and written in
+    pieces, which spills a kilobyte a thread.
+    """
+    return columns + -columns % 16
 
 
 def kept_bytes(tokens: int, V: int, itemsize: int, most: float) -> int:
@@ -36,7 +38,7 @@ def kept_bytes(tokens: int, V: int, itemsize: int, most: float) -> int:
     [T, V] of `itemsize`, float32 exponents [tiles, T] (of the narrowest tile, 128 columns: at most), and under "whole" a gradient of
     that size.
     """
-    scores, room = tokens * V * itemsize, tokens * whole_lines(V, itemsize) * itemsize
+    scores, room = tokens * V * itemsize, tokens * whole_lines(V) * itemsize
     return 0 if scores > most else room * (2 if 2 * scores <= most else 1) + 4 * tokens * -(-V // 128)
 
 

@@ -88,7 +88,7 @@ def test_the_setting_reaches_the_head(monkeypatch):
     worker.forward_backward(0, random_datums(3), "importance_sampling", {}, 1.0, True)
     args, how = seen[-1]
     assert how["saved_bytes"] == 12_345
-    assert args[1].shape[1] % 8 == 0 and how["frozen_columns"] == args[1].shape[1] - 8
+    assert args[1].shape[1] % 16 == 0 and how["frozen_columns"] == args[1].shape[1] - 16
 
 
 @pytest.mark.parametrize("entropy", [True, False])

@@ -281,8 +281,24 @@ def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, fr
     assert 0.9 * held <= head_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
 
 
-def test_every_row_of_scores_begins_at_16_bytes(launches, monkeypatch):
-    """Whatever the vocabulary: kept ones, a slab's gradient, the frozen head's. Unaligned ones spilled 1.4 KB a thread on Hopper."""
+@pytest.mark.parametrize(("capability", "widths"), [(80, {896: 896, 900: 912, 904: 912}), (90, {896: 896, 900: 904, 904: 904})])
+def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, capability, widths):
+    """16 bytes for the copy engine; multiples of 16 elements where Triton has to know it of a stride."""
+    operands = pytest.importorskip("kernels.operands", reason="triton is not installed")
+    from kernels.tiles import Device
+
+    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(capability))
+    for width, whole in widths.items():
+        x = torch.randn(5, width).bfloat16()
+        found = operands.operand(x)
+        assert found.shape == (5, whole) and torch.equal(found[:, :width], x) and (found[:, width:] == 0).all()
+        assert whole != width or found is x
+
+
+def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
+    """Whatever the vocabulary: kept ones, a slab's gradient, the frozen head's. Unaligned ones spilled 1.4 KB a thread on Hopper, and
+    Triton takes none for aligned whose stride is no multiple of 16.
+    """
     launch, _ = launches
     strides = []
 
@@ -291,7 +307,7 @@ def test_every_row_of_scores_begins_at_16_bytes(launches, monkeypatch):
             self.at = at
 
         def __getitem__(self, grid):
-            return lambda *args, **options: strides.append(args[self.at].stride(0) * args[self.at].element_size())
+            return lambda *args, **options: strides.append(args[self.at].stride(0))
 
     for name, at in (("_forward_kernel", 6), ("_dlogits_kernel", 8), ("_saved_dlogits_kernel", 8), ("_align_kernel", 0)):
         monkeypatch.setattr(launch, name, Stores(at))

@@ -194,7 +194,7 @@ class LogprobHead:
         if lora is not None:
             # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size, rows still beginning at 16 bytes
             base, head_bias, a, b, scale = lora
-            gap = -(base.shape[1] + len(a)) % 8
+            gap = -(base.shape[1] + len(a)) % 16
             frozen = 0 if base.requires_grad else base.shape[1]
             flat = torch.cat([flat, F.pad(F.linear(flat.to(a.dtype), a).to(flat.dtype), (0, gap))], dim=-1)
             weight = torch.cat([base, F.pad((b * scale).to(base.dtype), (0, gap))], dim=-1)
