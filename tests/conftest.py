@@ -40,7 +40,15 @@ LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safet
         "test_gsm8k", "test_two_processes", "test_slurm")  # fmt: skip
 
 
+# Tests of serve.py stand in files of these names: they need requirements-serve.txt. `.ci/run` installs it after `make test`.
+SERVER = ("test_serve", "test_endpoint")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.startswith(SERVER) or item.get_closest_marker("sdk"):
+            item.add_marker(pytest.mark.extras)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))  # stable
     if "campaign" not in config.option.markexpr and not any("::" in word for word in config.args):
         left = [item for item in items if item.get_closest_marker("campaign")]

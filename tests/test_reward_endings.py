@@ -46,6 +46,7 @@ sys.path[:0] = [{repo!r}, {here!r}]
 from rl.ranks.interrupts import end_with_the_launcher
 from rl.rewards import Scorer
 end_with_the_launcher()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 way = sys.argv[1]
 responses = {{"error": "raise", "reward timeout": "hang", "worker crash": "crash", "worker exit": "die"}}
 response = responses.get(way, way if "guard" in way else "fine")

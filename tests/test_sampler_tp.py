@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +32,6 @@ from rl.run.plan import check, show
 from rl.run.plan_changes import ahead, remedies, shown, together
 from rl.run.plan_needs import needs_of
 from rl.run.reopen import open_weights
-from rl.serve.main import Served, settings_of
 from rl.settings import RunSettings, parse
 from rl.types import LoraConfig
 
@@ -243,17 +241,6 @@ def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_re
     with pytest.raises(UserError, match=says):
         show(asked(line + words + f" --plan --plan-gpus {world}"))
     check(asked(line), pytest.fail)
-
-
-def test_a_server_says_so_before_anything_is_loaded(tmp_path):
-    tiny_model("gpt2").config.save_pretrained(tmp_path)
-    given = dict.fromkeys(("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes"))
-    args = SimpleNamespace(**given, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1", port=0, seed=0,
-                           resume=False, durable=False, sampler_tp=2)  # fmt: skip
-    settings = settings_of(args)  # type: ignore[arg-type]
-    assert settings.worker.sampler.tp == 2
-    with pytest.raises(UserError, match="fast decoder .*is none of these"):
-        Served.of(settings)
 
 
 # ------------------------------------------------------------------------------------------------------------------ whole runs

@@ -1,5 +1,6 @@
 """serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and the log of one that runs."""
 
+import argparse
 import json
 import shutil
 import signal
@@ -13,11 +14,13 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn", reason="pip install -r requirements-serve.txt")
+from sampler_models import tiny_model  # noqa: E402
 from serving import BASE, Wire, server  # noqa: E402
 from test_serve import texts  # noqa: E402
 
 from rl.errors import UserError  # noqa: E402
 from rl.serve.door import check_certificate, let_go, listen_soon, take_address  # noqa: E402
+from rl.serve.main import Served, settings_of  # noqa: E402
 from rl.serve.settings import ServedBase, ServeSettings  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
@@ -193,3 +196,14 @@ def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
         done = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "nothing is served" in done.stderr + done.stdout and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(tmp_path):
+    tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
+    unset = dict.fromkeys(("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes"))
+    args = argparse.Namespace(**unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1", port=0,
+                              seed=0, resume=False, durable=False, sampler_tp=2)  # fmt: skip
+    settings = settings_of(args)
+    assert settings.worker.sampler.tp == 2
+    with pytest.raises(UserError, match="fast decoder .*is none of these"):
+        Served.of(settings)

@@ -217,6 +217,7 @@ def story(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.extras
 @pytest.mark.skipif(
     os.environ.get("WHETSTONE_TEST_SLURM") != "1", reason="WHETSTONE_TEST_SLURM=1 runs it, with slurm-wlm and munge installed"
 )
