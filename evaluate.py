@@ -29,6 +29,8 @@ parser.add_argument("--sandbox", help="where code_tests runs programs: bubblewra
 parser.add_argument("--limit", type=int, help="ask the first so many problems (default: the run's eval_limit, else 256)")
 parser.add_argument("--samples", type=int, default=1, help="answers to each problem; more than 1 give pass@k as well")
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: that of the run's evaluation, else 1)")
+parser.add_argument("--top-k", type=int, default=-1, help="sample from the k most probable tokens alone (default -1: all)")
+parser.add_argument("--top-p", type=float, default=1.0, help="sample from the fewest tokens that hold this probability (default 1)")
 parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
 parser.add_argument("--seed", type=int, help="of the samples (default: that of the run's evaluation)")
 parser.add_argument("--sampler-tp", type=int, default=1, help="so many processes of a machine hold the weights together (default 1)")
@@ -97,7 +99,8 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
     data, sampling = override((data, sampling), args.others, vars(args))
     own = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
     temperature = own if args.temperature is None else args.temperature
-    return data, sampling, SamplingParams(args.max_tokens or sampling.max_tokens, temperature=temperature)
+    longest = args.max_tokens or sampling.max_tokens
+    return data, sampling, SamplingParams(longest, temperature=temperature, top_k=args.top_k, top_p=args.top_p)
 
 
 def table_of(counts: dict[str, int], figures: dict[str, float]) -> Any:
@@ -136,6 +139,8 @@ def main(args: argparse.Namespace) -> None:
     if not result.groups:
         raise UserError(f"{'the reward' if environment is None else 'the'} {shown} failed on every answer: {result.errors[0]}")
     what = {"weights": weights.name, "problems": problems.name, "reward": shown, "temperature": params.temperature}
+    what |= {"top_k": params.top_k} if params.top_k != -1 else {}
+    what |= {"top_p": params.top_p} if params.top_p != 1 else {}
     report(args, what | ({"sandbox": kind} if kind is not None else {}), problems, result, seed, console)
 
 

@@ -19,6 +19,8 @@ parser.add_argument("--image", nargs="+", default=[], help="files that are shown
 parser.add_argument("--limit", type=int, default=5, help="of --dataset the first so many rows (default 5)")
 parser.add_argument("-n", type=int, default=1, help="answers to each prompt (default 1)")
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1)")
+parser.add_argument("--top-k", type=int, default=-1, help="sample from the k most probable tokens alone (default -1: all)")
+parser.add_argument("--top-p", type=float, default=1.0, help="sample from the fewest tokens that hold this probability (default 1)")
 parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
 parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default 0)")
 parser.add_argument("--sampler-tp", type=int, default=1, help="so many processes of a machine hold the weights together (default 1)")
@@ -60,7 +62,8 @@ def main(args: argparse.Namespace) -> None:
     with weights.service(args.seed, args.sampler_tp) as service:
         sampler = weights.sampler(service)
         renderer = make_renderer(sampler, args.renderer or data.renderer, data.template, sampling.stop)
-        params = SamplingParams(args.max_tokens or sampling.max_tokens, None, renderer.get_stop_sequences(), temperature)
+        stop = renderer.get_stop_sequences()
+        params = SamplingParams(args.max_tokens or sampling.max_tokens, None, stop, temperature, top_k=args.top_k, top_p=args.top_p)
         console.print(Text(f"{weights.name}, temperature {temperature:g}, at most {params.max_tokens} tokens", style="dim"))
         for messages in asked_with(data, prompts(args.prompt), args.dataset, args.limit):
             if args.image:

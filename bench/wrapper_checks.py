@@ -237,7 +237,7 @@ CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
     ],
     "textarena": [("every game begins and takes an answer", games_begin), ("games are played to their end", games_are_played)],
     "skyrl-gym": [("episodes of one turn and of several", skyrl_episodes)],
-    "openenv-core": [("episodes on a server", openenv_episodes)],
+    "openenv": [("episodes on a server", openenv_episodes)],
     "mcp": [("tools of a server", mcp_episodes)],
     "tinker-cookbook": [("groups of environments", tinker_groups)],
 }

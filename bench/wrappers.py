@@ -21,7 +21,7 @@ import venv
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-PACKAGES = ("reasoning-gym", "textarena", "skyrl-gym", "openenv-core", "mcp", "tinker-cookbook")
+PACKAGES = ("reasoning-gym", "textarena", "skyrl-gym", "openenv", "mcp", "tinker-cookbook")
 FIELDS = ("package", "version", "what", "hold", "of", "seconds", "not")
 
 
@@ -31,8 +31,12 @@ def make(folder: Path, name: str) -> Path:
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "base.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    own = [line for line in (REPO / f"requirements-{name}.txt").read_text().splitlines() if line and not line.startswith(("#", "-r"))]
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "-q", *own], check=True)
+    file = REPO / f"requirements-{name.removeprefix('tinker-')}.txt"
+    own = [line for line in file.read_text().splitlines() if line and not line.startswith(("#", "-r"))]
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+    subprocess.run([*install, *own], check=True)
+    if name == "tinker-cookbook":  # it asks for a tml-renderers that the package index may not have
+        subprocess.run([*install, "--no-deps", "tinker-cookbook==0.6.1", "tml-renderers==0.2.1"], check=True)
     return python
 
 

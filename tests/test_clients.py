@@ -480,14 +480,20 @@ def test_a_name_stays_and_must_be_one(client):
         client.save_state("once").result()
     with pytest.raises(ValueError, match="exists already"):
         client.save_weights_for_sampler("taken").result()
-        client.save_weights_and_get_sampling_client("taken").result()
+        client.save_weights_for_sampler("taken").result()
     for name in ("a/b", "../up", "", ".hidden"):
         with pytest.raises(ValueError, match="letters, digits"):
             client.save_state(name)
 
 
-def test_without_a_name_nothing_is_written(client):
+def test_a_sampling_client_writes_nothing_and_its_name_may_be_used_again(client):
     client.save_weights_and_get_sampling_client().sample(PROMPT, 1, SamplingParams(max_tokens=2)).result()
+    first = client.save_weights_and_get_sampling_client("once")
+    client.forward_backward(random_datums(2), "ppo")
+    client.optim_step(AdamParams(learning_rate=1e-2)).result()
+    second = client.save_weights_and_get_sampling_client("once")
+    before, after = (sampler.compute_logprobs(PROMPT).result() for sampler in (first, second))
+    assert before != after
     assert not os.path.exists(client.service.output_dir)
 
 

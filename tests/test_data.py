@@ -3,7 +3,11 @@
 import gzip
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -229,13 +233,29 @@ def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test"), ("someone/things", "small", "train")]
 
 
+def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
+    """As `hf download --repo-type dataset` leaves them. In a process of its own, as below."""
+    repo, commit = tmp_path / "hub" / "datasets--acme--sums", "a" * 40
+    data = repo / "snapshots" / commit / "small"
+    data.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    (data.parent / "README.md").write_text(
+        "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: small/train*}\n"
+        "  - {split: test, path: small/test*}\n---\n"
+    )
+    for split, rows in (("train", range(3)), ("test", range(3, 5))):
+        lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in rows]
+        (data / f"{split}-00000-of-00001.jsonl").write_text("".join(lines))
+    code = "from rl.data import load_problems; print([p.meta['answer'] for p in load_problems('acme/sums', split='test', config='small')])"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
+    assert done.stdout.strip() == "['4', '5']", done.stderr
+
+
 def test_without_the_hub_the_error_says_what_to_do(tmp_path):
     """In a process of its own: `datasets` reads HF_HUB_OFFLINE when it is imported."""
-    import os
-    import subprocess
-    import sys
-    from pathlib import Path
-
     code = "from rl.data import load_problems; load_problems('someone/nothing')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     out = subprocess.run(

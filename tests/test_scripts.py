@@ -297,6 +297,25 @@ def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_one_candidate_token_is_greedy(run: Path):
+    """top_k 1, and a top_p that only the most probable token fits in, leave nothing to draw."""
+    answers = []
+    for words in (["--temperature", 0], ["--temperature", 2.5, "--top-k", 1], ["--temperature", 2.5, "--top-p", 1e-6]):
+        done = script("sample.py", run, "--prompt", "12+21=", "14+23=", *words, cwd=run.parent)
+        assert done.returncode == 0, done.stderr
+        answers.append([text for text, *_ in ANSWER.findall(done.stdout)])
+    assert len(answers[0]) == 2 and answers[0] == answers[1] == answers[2]
+    figures = []
+    for number, words in enumerate((["--temperature", 0], ["--temperature", 2.5, "--top-k", 1])):
+        output = run.parent / f"greedy-{number}.json"
+        done = script("evaluate.py", run, *words, "--limit", 8, "--output", output, cwd=run.parent)
+        assert done.returncode == 0, done.stderr
+        figures.append(json.loads(output.read_text()))
+    assert [row["response"] for row in figures[0]["rows"]] == [row["response"] for row in figures[1]["rows"]]
+    assert figures[1]["top_k"] == 1 and "top_k" not in figures[0]
+
+
+@pytest.mark.slow
 def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Path):
     import torch
 

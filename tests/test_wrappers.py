@@ -3,22 +3,29 @@
 import asyncio
 import enum
 import random
+import re
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from rl.environments import EnvironmentGroup, Limits, resolve_environment
+from rl.environments.registry import environment_from_words
 from rl.environments.wrappers.sessions import Session
 from rl.environments.wrappers.tinker import TinkerGroup
 from rl.episodes import EpisodeFailed, rollout
 from rl.errors import UserError
 from rl.models import load_model
 from rl.renderers import get_renderer
+from rl.settings import SettingsError
 from rl.types import ModelInput, Problem, SampledSequence, SampleResponse, SamplingParams
+
+REPO = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -434,6 +441,25 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         Session(lambda: Refuses("x"), 5.0)
 
 
+def test_a_client_is_called_inside_its_event_loop():
+    """OpenEnv's client runs a call at once, and again when it is awaited, where no event loop runs."""
+
+    class Counts(Client):
+        steps = 0
+
+        def step(self):
+            asyncio.get_running_loop()  # raises RuntimeError outside
+            return self._step()
+
+        async def _step(self):
+            self.steps += 1
+            return self.steps
+
+    session = Session(lambda: Counts("x"), 5.0)
+    assert [session.call(lambda client: client.step()) for _ in range(3)] == [1, 2, 3]
+    session.close()
+
+
 class McpClient(Client):
     def __init__(self, target, read_timeout_seconds):
         self.target = target
@@ -572,3 +598,45 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
         env.initial_observation().result()
     with pytest.raises(UserError, match="did you mean builders"):
         resolve_environment("tinker", builders=f"{path}:builder").make()
+
+
+# --------------------------------------------------------------------------------------------- what a wrapper asks for by name
+
+
+def test_a_required_setting_is_named_by_its_flag():
+    for name, setting in (("tinker", "builders"), ("endpoint", "program")):
+        if name == "endpoint":
+            pytest.importorskip("starlette", reason="needs requirements-serve.txt")
+        with pytest.raises(SettingsError, match=rf"give it as --environment\.{setting} STR"):
+            environment_from_words(name, [])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "resolve_environment('endpoint', program='true')",
+        "McpServer('http://localhost:1')",
+        "resolve_environment('openenv', url='http://localhost:1').make()",
+        "resolve_environment('reasoning_gym', task='spell_backward').make()",
+        "resolve_environment('skyrl_gym', env='gsm8k').make()",
+        "resolve_environment('textarena', game='SpellingBee-v0').make()",
+    ],
+)
+def test_a_missing_package_is_named_with_a_file_that_installs_it(code):
+    """In a process without any of these packages."""
+    hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]
+    code = f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+from rl.environments import resolve_environment
+from rl.environments.wrappers.mcp import McpServer
+{code}
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    files = re.findall(r"needs the package .*: pip install -r (\S+)$", last)
+    assert len(files) == 1 and (REPO / files[0]).is_file(), last

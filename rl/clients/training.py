@@ -254,15 +254,15 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         record_stability_info: bool = False,
         kind: Literal["snapshot"] = "snapshot",
     ) -> SamplingClient:
-        """A sampling client of the weights as they are now. Without a name nothing is written.
+        """Return a sampling client of the current weights. Nothing is written: `save_weights_for_sampler(name)` does that.
 
-        `retry_config` has no effect (nothing here is sent), nor has `record_stability_info`: the learner always knows its samples.
+        `name` has no effect, as in Tinker's client. Nor have `retry_config`, since nothing is sent here, and
+        `record_stability_info`: the learner always knows its samples.
         """
         if kind != "snapshot":
             raise UserError(f"kind is 'snapshot' (a sampling client stays at its weights; make one after each update), got {kind!r}")
-        saved = [] if name is None else [self.save_weights_for_sampler(name)._future]
         version_id = self._context.next_version_id()
-        created = self._driver.submit("snapshot", self.model_id, version_id, after=saved)
+        created = self._driver.submit("snapshot", self.model_id, version_id)
         return SamplingClient(self._context, version_id, created, self.info)
 
     def create_sampling_client(

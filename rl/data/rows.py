@@ -232,7 +232,13 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
             f"data set {name!r} is taken for a hub name, and hub data sets need the package `datasets`: pip install datasets"
         ) from error
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        try:
+            rows = datasets.load_dataset(name, config, split=split)
+        except ConnectionError:
+            # `datasets` looks for data that it prepared itself, not for files that `hf download` left in the hub's cache.
+            if (folder := _cached_snapshot(name)) is None:
+                raise
+            rows = datasets.load_dataset(str(folder), config, split=split)
     except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "Unknown split" in reason:
@@ -243,3 +249,14 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         ) from error
     for number, row in enumerate(rows):
         yield Row(f"{name} {split} row {number}", row)
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """Return the folder of a hub data set's files in the hub's cache; None where it holds none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None

@@ -43,6 +43,8 @@ BUILT_IN: dict[str, str] = {
     "textarena": "rl.environments.wrappers.textarena:TextArena",
     "tinker": "rl.environments.wrappers.tinker:Tinker",
 }
+# Built-in environments whose module imports packages that requirements.txt does not install.
+_REQUIREMENTS = {"endpoint": "requirements-serve.txt"}
 _REGISTERED: dict[str, type] = {}
 
 
@@ -334,6 +336,10 @@ def _load_module(spec: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ImportError as error:
+        if spec in _REQUIREMENTS and isinstance(error, ModuleNotFoundError):
+            raise UserError(
+                f"environment {spec!r} needs the package {error.name}: pip install -r {_REQUIREMENTS[spec]}"
+            ) from error
         raise UserError(
             f"environment {spec!r}: importing {place!r} failed ({type(error).__name__}: {error}); it must be importable from where you "
             "run (PYTHONPATH), or be given as 'path/to/file.py:Class'"

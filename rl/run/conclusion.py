@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from typing import Protocol
 from rl.clients import TrainingClient
 from rl.methods import METHODS
 from rl.report import Console, compact
+from rl.run.beginnings import begins_after
 from rl.run.device_side import worker_settings
 from rl.run.held_out import HeldOut
 from rl.run.prepare import Prepared, found_out, reward_of
+from rl.run.trust import environment_address, lies_elsewhere, rewards_of
 from rl.settings import Run
 
 
@@ -81,9 +84,15 @@ def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:
 
 
 def _export(at: At, folder: Path) -> list[str]:
-    """How the weights leave: merged, where they are an adapter."""
+    """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if at.stages[-1].plan.settings.model.lora_rank else ""
-    return [f"python export.py {shlex.quote(str(folder))} {shlex.quote(str(Path('exports') / folder.name))}{merge}"]
+    return [f"python export.py {shlex.quote(str(folder))} {shlex.quote(str(_unused(Path('exports') / folder.name)))}{merge}"]
+
+
+def _unused(path: Path) -> Path:
+    """Return `path`, or the first of path-2, path-3, ... where it exists."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())
 
 
 def _uses(at: At, folder: Path) -> list[str]:
@@ -92,10 +101,31 @@ def _uses(at: At, folder: Path) -> list[str]:
     if last.method != "reward_model":
         # else evaluate.py would ask for a reward
         scored = at.stages[-1].environment is not None or reward_of(last.settings.data) is not None
-        return [f"python sample.py {where}", *([f"python evaluate.py {where}"] if scored else [])]
+        trust = " --trust-run" if lies_elsewhere([*rewards_of(last.settings.data), *environment_address(last.settings)]) else ""
+        return [f"python sample.py {where}", *([f"python evaluate.py {where}{trust}"] if scored else [])]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
-    return [f"{_launcher()} train.py {method} --{flag}-model {where}"]
+    flags = [*_policy_flags(at), *(["--reward", "None"] if method == "grpo" else [])]  # pairs hold no answer to compare with
+    return [f"{_launcher()} train.py {method} --{flag}-model {where} {shlex.join(flags)}"]
+
+
+_ROWS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "renderer")
+
+
+def _policy_flags(at: At) -> list[str]:
+    """Return the flags of a run that trains a policy with the reward model of the last stage.
+
+    The policy begins from the same weights and reads the same rows. It writes to a new folder beside the run's.
+    """
+    plan = at.stages[-1].plan
+    before = begins_after(at.run.stages, len(at.run.stages) - 1)
+    model, data = plan.settings.model, plan.settings.data
+    base = model.base_model if before is None else str(Path(at.final_path(before)) / "model")
+    flags = ["--base-model", base, *(["--tokenizer", model.tokenizer] if model.tokenizer else []), "--dataset", data.dataset]
+    for name in _ROWS:
+        if (value := getattr(data, name)) != getattr(type(data)(), name):
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return [*flags, "--output-dir", str(_unused(at.folder.with_name(f"{at.folder.name}-policy")))]
 
 
 def resume_command(folder: Path) -> str:

@@ -51,6 +51,12 @@ def check_code(address: str, where: str) -> None:
         )
 
 
+def lies_elsewhere(addresses: list[str]) -> bool:
+    """Return whether the code at one of the addresses lies outside the current folder: `check_trusted` then needs --trust-run."""
+    files = [source_of(address) for address in addresses]
+    return any(file is not None and not file.is_relative_to(Path.cwd().resolve()) for file in files)
+
+
 def check_trusted(named: list[str], where: str, trusted: bool, what: str = "reward") -> list[str]:
     """What code the files of a run make us import, in words; UserError where some of it lies elsewhere and nobody said to trust it."""
     said = []

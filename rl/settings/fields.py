@@ -225,7 +225,8 @@ def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: st
                 problems.append(str(error))
                 spoilt.add(field.section)
         elif field.required:
-            flag = "--" + field.name.replace("_", "-")
+            section = prefix if prefix.endswith(".") else ""  # "environment."; any other prefix is a place in a recipe
+            flag = f"--{section}{field.name.replace('_', '-')}"
             problems.append(f"{prefix}{field.name} is required: give it as {flag} {field.spec.metavar}")
             spoilt.add(field.section)
     top = dict(values.get(None, {}))

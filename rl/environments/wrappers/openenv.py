@@ -35,7 +35,7 @@ class OpenEnv(Environment):
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
             raise UserError(f"an OpenEnv server has a URL such as http://localhost:8000, got {self.url!r}")
-        self.core = package("openenv.core.generic_client", "openenv-core")
+        self.core = package("openenv.core.generic_client", "openenv")
         options(self.config, "config")
 
     def start(self) -> str:

@@ -32,7 +32,7 @@ class Session:
 
     def call(self, what: Callable[[Any], Awaitable[Any]], seconds: float | None = None) -> Any:
         """What `what(client)` comes to. Raises TimeoutError, and what it raises."""
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(_awaited(what(self._client)), self._loop)
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(_call(what, self._client), self._loop)
         limit = self.seconds if seconds is None else seconds
         try:
             return future.result(limit)
@@ -58,5 +58,6 @@ class Session:
             await self._over.wait()
 
 
-async def _awaited(what: Awaitable[Any]) -> Any:
-    return await what
+async def _call(what: Callable[[Any], Awaitable[Any]], client: Any) -> Any:
+    """Call inside the event loop: some clients run at once where there is none (OpenEnv from 0.10)."""
+    return await what(client)

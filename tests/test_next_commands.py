@@ -1,0 +1,107 @@
+"""Every command that a run prints under "Next:" works as it is printed."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.methods import METHODS
+from rl.run.execute import execute
+from rl.settings.cli import parse
+from rl.settings.tables import RunSettings
+
+REPO = Path(__file__).resolve().parent.parent
+SMALL = "--steps 1 --batch-size 4 --save-every 0 --eval-limit 4"
+SAMPLED = f"{SMALL} --group-size 2 --max-tokens 4"
+REWARD = "def score(prompt, response, meta=None):\n    return float(len(response) % 2)\n"
+ENVIRONMENT = """
+from rl.environments import Environment, Turn
+
+class Guess(Environment):
+    def start(self):
+        return "1+1="
+
+    def step(self, answer):
+        return Turn(reward=float(len(answer["content"]) % 2), done=True)
+"""
+STAGES = """
+stages:
+  - {method: sft, steps: 1}
+  - {method: reward_model, steps: 1, dataset: PAIRS}
+base_model: tiny:addition
+dataset: addition
+batch_size: 4
+eval_limit: 4
+"""
+# what is run, with {here} for a folder outside the current one -> the scripts that it must name
+RUNS = {
+    "reward of a file": (f"grpo --dataset {{here}}/sums.jsonl --reward {{here}}/odd.py:score {SAMPLED}", 4),
+    "scalar reward model": (f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column good {SMALL}", 3),
+    "comparison": (f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl {SMALL}", 3),
+    "adapter": (f"grpo --lora-rank 2 {SAMPLED}", 4),
+    "two rewards": (f"grpo --rewards exact_match 1 {{here}}/odd.py:score 0.5 {SAMPLED}", 4),
+    "environment of a file": (f"grpo --environment {{here}}/guess.py:Guess {SAMPLED}", 4),
+    "game": (f"grpo --base-model tiny:ascii --environment guess_number {SAMPLED}", 4),
+    "sft": (f"sft {SMALL}", 3),
+    "dpo": (f"dpo --dataset {{here}}/pairs.jsonl {SMALL}", 3),
+    "ppo": (f"ppo {SMALL} --max-tokens 4", 4),
+    "distill": (f"distill --teacher tiny:addition {SAMPLED}", 3),
+    "two stages": ("{here}/stages.yaml", 3),
+}
+ALWAYS = ("reward of a file", "scalar reward model")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A current folder with the scripts, in which commands may write."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("rl", "kernels", "recipes", "train.py", "sample.py", "evaluate.py", "plot.py", "export.py"):
+        (folder / name).symlink_to(REPO / name)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write_inputs(here: Path) -> None:
+    here.mkdir()
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9"} for i in range(10, 30)]
+    named = [{"prompt": row["prompt"], "good": row["chosen"], "rejected": "9"} for row in pairs]
+    sums = [{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs]
+    for name, rows in (("pairs", pairs), ("named", named), ("sums", sums)):
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "odd.py").write_text(REWARD)
+    (here / "guess.py").write_text(ENVIRONMENT)
+    (here / "stages.yaml").write_text(STAGES.replace("PAIRS", str(here / "pairs.jsonl")))
+
+
+def printed_commands(text: str) -> list[str]:
+    lines = text[text.index("Next:") :].splitlines()[1:]
+    return [line.strip(" \u2502") for line in lines if "python " in line or "accelerate " in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.campaign) for kind in RUNS]
+)
+def test_printed_commands_run_as_printed(kind, checkout, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # a terminal's lines may be wrapped; a copied command is not
+    here = tmp_path / "here"
+    write_inputs(here)
+    words, count = RUNS[kind]
+    words = words.format(here=here)
+    run = parse([*words.split(), "--output-dir", "runs/it"], METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings)
+    execute(run)
+    commands = printed_commands(capsys.readouterr().out)
+    assert len(commands) == count
+    for command in commands:
+        more = ["--steps", "1", "--batch-size", "4", "--max-tokens", "4"] if "train.py" in command else []
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)[1:], *more],
+            cwd=checkout, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
