@@ -3,7 +3,7 @@
 import json
 
 # `answer(request)` gives the bytes that go back; `send(message)` and `raw(bytes)` write at once.
-TAKE_OVER = '''
+TAKE_OVER = """
 import json, os
 def raw(data):
     while data:
@@ -25,7 +25,7 @@ def serve(answer):
     send({"loaded": True})
     while True:
         raw(answer(json.loads(take(int.from_bytes(take(8), "big")))))
-'''
+"""
 # A name is found as object 0; a call is answered by `given`, whose "id" is put right where it is 0.
 CALLS_ANSWERED = """
 def answer(request):
@@ -34,18 +34,18 @@ def answer(request):
     message = given(request)
     if isinstance(message, dict) and message.get("id") == 0:
         message = {**message, "id": request["id"]}
-    return message if isinstance(message, bytes) and FRAMED else packed(message)
+    return message if isinstance(message, bytes) and BARE else packed(message)
 """
 
 
-def adversary(messages: list[object], framed: bool = False) -> str:
+def adversary(messages: list[object], bare: bool = False) -> str:
     """A program whose f(i) is answered by `messages[i]`: a message (an "id" of 0 is made the request's own), or bytes.
 
-    `framed`: bytes go out as they are, with no length before them."""
+    `bare`: bytes go out as they are, with no length before them."""
     told = [message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages]
     kinds = [isinstance(message, bytes) for message in messages]
     given = (
-        f"TOLD, KINDS, FRAMED = {told!r}, {kinds!r}, {framed!r}\n"
+        f"TOLD, KINDS, BARE = {told!r}, {kinds!r}, {bare!r}\n"
         "def given(request):\n    i = request['arguments'][0]\n"
         "    return bytes.fromhex(TOLD[i]) if KINDS[i] else json.loads(TOLD[i])\n"
     )

@@ -124,7 +124,7 @@ def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
 
 def test_bytes_that_are_no_frames(sandbox):
     raw = [b"\x00" * 8, b"\xff" * 40, (1 << 40).to_bytes(8, "big"), (3).to_bytes(8, "big") + b"abc", b"HTTP/1.1 200 OK\r\n\r\n"]
-    program = adversary(list(raw), framed=True)
+    program = adversary(list(raw), bare=True)
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(raw))]))
     assert [reason.split(":")[0] for reason in grade.reasons] == ["forged", "output", "output", "forged", "output"], grade.reasons
     grade = sandbox.grade(program, Asserts("", [f"f({i})" for i in range(len(raw))], "f"))
@@ -191,8 +191,8 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
 
 def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
     """What cannot travel is the program's error, told by its own process."""
-    results = ["Decimal('1E+1000000')", "Decimal('sNaN')", "Decimal('NaN123')", "Fraction(1 << 70000, 3)", "range(10**12)", "range(True, 9)",
-               "range(1 << 70)", "deep(390)", "deep(500)", "A", "A()", "Bad()", "(i for i in [1])", "b'x' * 900_000",
+    results = ["Decimal('1E+1000000')", "Decimal('sNaN')", "Decimal('NaN123')", "Fraction(1 << 70000, 3)", "range(10**12)",
+               "range(True, 9)", "range(1 << 70)", "deep(390)", "deep(500)", "A", "A()", "Bad()", "(i for i in [1])", "b'x' * 900_000",
                "type('x' * 5000, (ValueError,), {})"]  # fmt: skip
     program = (
         "from decimal import Decimal\nfrom fractions import Fraction\nclass A: pass\nclass Meta(type):\n    __name__ = 5\n"

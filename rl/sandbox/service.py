@@ -81,7 +81,8 @@ class Service:
             raise Lost(f"{type(error).__name__}: {error}") from error
         late = "TimeLimit" in status
         code = None if late or not isinstance(code, int) else code
-        return Run(make_printable(out, limits.output_kb << 10), make_printable(err), code, None, late, "timeout" if late else "", seconds, seconds)
+        out, err = make_printable(out, limits.output_kb << 10), make_printable(err)
+        return Run(out, err, code, None, late, "timeout" if late else "", seconds, seconds)
 
     def verdicts(self, program: str, tests: Tests, limits: Limits) -> Iterator[Verdict]:
         if isinstance(tests, Dialogues):
