@@ -39,14 +39,14 @@ def answer(request):
 
 
 def adversary(messages: list[object], bare: bool = False) -> str:
-    """A program whose f(i) is answered by `messages[i]`: a message (an "id" of 0 is made the request's own), or bytes.
+    """A program whose f(i) is answered by `messages[i]`, from the first again after the last.
 
-    `bare`: bytes go out as they are, with no length before them."""
+    A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`: bytes go out as they are, with no length before them."""
     told = [message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages]
     kinds = [isinstance(message, bytes) for message in messages]
     given = (
         f"TOLD, KINDS, BARE = {told!r}, {kinds!r}, {bare!r}\n"
-        "def given(request):\n    i = request['arguments'][0]\n"
+        "def given(request):\n    i = request['arguments'][0] % len(TOLD)\n"
         "    return bytes.fromhex(TOLD[i]) if KINDS[i] else json.loads(TOLD[i])\n"
     )
     return TAKE_OVER + given + CALLS_ANSWERED + "serve(answer)\n"
