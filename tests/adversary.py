@@ -41,7 +41,8 @@ def answer(request):
 def adversary(messages: list[object], bare: bool = False) -> str:
     """A program whose f(i) is answered by `messages[i]`, from the first again after the last.
 
-    A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`: bytes go out as they are, with no length before them."""
+    A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`: bytes go out with no length before them.
+    """
     told = [message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages]
     kinds = [isinstance(message, bytes) for message in messages]
     given = (
