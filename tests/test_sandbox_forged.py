@@ -11,7 +11,8 @@ import pytest
 from adversary import COMPUTING, TAKE_OVER, adversary, forged, value
 
 from rl.environments import resolve_environment
-from rl.sandbox import Asserts, Calls, Limits, Pytest, Sandbox
+from rl.errors import UserError
+from rl.sandbox import Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -213,6 +214,14 @@ def test_every_reason_can_be_written_to_a_file(sandbox):
     for reason in (*grade.reasons, *grade_asserts.reasons):
         reason.encode("utf-8")
     assert sandbox.grade(program, Calls("f", [([0], "\udfff")])).all
+
+
+def test_a_text_that_is_no_unicode_is_the_programs_own_mistake(sandbox):
+    assert sandbox.grade("def f(): return '\ud800'", Calls("f", [([], "x")])).reasons[0].startswith("load: UnicodeEncodeError")
+    assert sandbox.grade("import sys\nprint(len(sys.stdin.buffer.read()))", Dialogues([("\ud800", "3")])).all
+    assert sandbox.run("x = 1\0").returncode == 1
+    with pytest.raises(UserError, match="no Python"):
+        sandbox.grade("def f(x): return x", Asserts("", ["assert f('\ud800')"]))
 
 
 def test_an_exception_with_a_constructor_of_its_own_is_still_what_it_is(sandbox):

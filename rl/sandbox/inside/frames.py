@@ -41,6 +41,14 @@ def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] 
         raise Ended(str(error)) from error
 
 
+def text_bytes(text: str) -> bytes:
+    """Return a text as a file or an input holds it. Bytes that were no UTF-8 come back as they were; no text raises."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
 def packed(message: dict[str, Any]) -> bytes:
     """Return a message as it travels."""
     body = json.dumps(message).encode()
