@@ -31,6 +31,8 @@ CALLS_ANSWERED = """
 def answer(request):
     if request["do"] == "find":
         return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
+    if request["do"] != "call":
+        return packed({"id": request["id"], "raised": ["AttributeError", ["Exception"], ""]})
     message = given(request)
     if isinstance(message, dict) and message.get("id") == 0:
         message = {**message, "id": request["id"]}

@@ -11,6 +11,7 @@ import pytest
 from adversary import COMPUTING, TAKE_OVER, adversary, forged, value
 
 from rl.environments import resolve_environment
+from rl.environments.rules import bugs
 from rl.errors import UserError
 from rl.sandbox import Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
 
@@ -186,6 +187,9 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
     reasons = sandbox.grade(program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")).reasons
     reasons += sandbox.grade(program, Calls("g", [([6000], 1)])).reasons
     assert [reason.split(":")[0] for reason in reasons] == ["wrong"] * 3 and "int of 19932 bits" in reasons[2], reasons
+    told = ["assert f(6000) == 1, f(6000)", "assert f(6000) == 1, A()", "assert f(6000) == 10**6000, A()"]
+    grade = sandbox.grade(program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", told))
+    assert [reason.split(":")[0] for reason in grade.reasons] == ["wrong", "wrong", "ok"], grade.reasons
     grade = sandbox.grade("def f(): return 1 << (1 << 23)", Calls("f", [([], 1)]))
     assert grade.reasons[0].startswith("error: NotPlain"), grade.reasons
 
@@ -281,7 +285,6 @@ def test_debugging_tells_a_forged_reply_and_goes_on(name):
     source = f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], 'value': json.loads({told!r})}}))"
     start = time.monotonic()
     turn = match.step({"content": f"```python\n{source}\n```"})
-    if "That is no fix" in turn.messages:
-        turn = match.step({"content": source})
-    assert "forged" in str(turn.messages) or turn.done and turn.reward == 0
+    assert not turn.done and ", forged: " in turn.messages and len(turn.messages) < 300
+    assert match.step({"content": bugs.fix_of(match.bug)}).reward == 1
     assert time.monotonic() - start < 20

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from rl.sandbox.inside import frames, replies, seccomp, values, walls
+from rl.sandbox.inside.display import show
 
 _MODULES = ("math", "cmath", "re", "collections", "itertools", "functools", "random", "datetime", "string", "copy", "heapq", "decimal",
             "fractions", "statistics", "operator", "typing", "json", "sys")  # fmt: skip
@@ -94,7 +95,7 @@ class Link:
         try:
             reply = {"returned": values.encode(self.functions[name](*arguments), self.refer)}
         except Exception as error:
-            reply = {"raised": f"{type(error).__name__}: {error}"[:300]}
+            reply = {"raised": f"{type(error).__name__}: {_text_of(error)}"}
         self._send(reply)
 
     def refer(self, value: Any) -> list[Any]:
@@ -287,7 +288,7 @@ def run_asserts(message: dict[str, Any], link: Link, verdicts: int) -> None:
             for name in message["owned"]:
                 space.pop(name, None)
         except Exception as error:
-            failed = ("error", f"the tests' setup: {type(error).__name__}: {error}")
+            failed = ("error", f"the tests' setup: {type(error).__name__}: {_text_of(error)}")
     for text in tests[first:]:
         ok, why = (False, f"{failed[0]}: {failed[1]}") if failed else _one(text, space, message["entries"])
         say(ok, why)
@@ -303,10 +304,18 @@ def _one(text: str, space: Space, entries: list[str]) -> tuple[bool, str]:
             space["check"](space[entries[0]])
         return True, "ok"
     except AssertionError as error:
-        said = f" ({error})" if str(error) else ""
-        return False, f"wrong: {text.strip()[:200]}{said[:200]}"
+        said = _text_of(error)
+        return False, f"wrong: {text.strip()[:200]}{f' ({said[:200]})' if said else ''}"
     except Exception as error:
-        return False, f"error: {type(error).__name__}: {str(error)[:300]}"
+        return False, f"error: {type(error).__name__}: {_text_of(error)}"
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says. That may be an int too long to be written, or an object of the program, which may raise in its turn."""
+    try:
+        return str(error)[:300]
+    except Exception:
+        return show(error.args[0], 300) if len(error.args) == 1 and type(error.args[0]) is not Remote else "it cannot be written"
 
 
 def _only_defines_check(text: str) -> bool:
