@@ -26,14 +26,14 @@ def serve(answer):
     while True:
         raw(answer(json.loads(take(int.from_bytes(take(8), "big")))))
 """
-# A name is found as object 0; a call is answered by `given`, whose "id" is put right where it is 0.
+# A name is found as object 0; a call is answered by `choose`, whose "id" is put right where it is 0.
 CALLS_ANSWERED = """
 def answer(request):
     if request["do"] == "find":
         return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
     if request["do"] != "call":
         return packed({"id": request["id"], "raised": ["AttributeError", ["Exception"], ""]})
-    message = given(request)
+    message = choose(request)
     if isinstance(message, dict) and message.get("id") == 0:
         message = {**message, "id": request["id"]}
     return message if isinstance(message, bytes) and BARE else packed(message)
@@ -45,14 +45,14 @@ def adversary(messages: list[object], bare: bool = False) -> str:
 
     A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`: bytes go out with no length before them.
     """
-    told = [message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages]
+    texts = [message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages]
     kinds = [isinstance(message, bytes) for message in messages]
-    given = (
-        f"TOLD, KINDS, BARE = {told!r}, {kinds!r}, {bare!r}\n"
-        "def given(request):\n    i = request['arguments'][0] % len(TOLD)\n"
-        "    return bytes.fromhex(TOLD[i]) if KINDS[i] else json.loads(TOLD[i])\n"
+    choose = (
+        f"TEXTS, KINDS, BARE = {texts!r}, {kinds!r}, {bare!r}\n"
+        "def choose(request):\n    i = request['arguments'][0] % len(TEXTS)\n"
+        "    return bytes.fromhex(TEXTS[i]) if KINDS[i] else json.loads(TEXTS[i])\n"
     )
-    return TAKE_OVER + given + CALLS_ANSWERED + "serve(answer)\n"
+    return TAKE_OVER + choose + CALLS_ANSWERED + "serve(answer)\n"
 
 
 def value(encoded: object) -> dict[str, object]:

@@ -53,11 +53,11 @@ def programs() -> list[tuple[int, str, str, str]]:
     """Each malformed reply once, in asserts and calls by turns; forged arguments against a test that they would make pass."""
     messages = [(12, name, message) for name, message in MALFORMED.items()]
     messages += [(13, name, value(encoded)) for name, encoded in COMPUTING.items()]
-    found = []
+    chosen = []
     for number, (family, name, message) in enumerate(messages):
         style = "pytest" if number % 12 == 0 else ("asserts", "calls")[number % 2]
-        found.append((family, name, adversary([message]), style))
-    return found + [(14, name, text, "sorting") for name, text in ARGUMENTS.items()]
+        chosen.append((family, name, adversary([message]), style))
+    return chosen + [(14, name, text, "sorting") for name, text in ARGUMENTS.items()]
 
 
 # Honest ones at the edges of what travels, and those that change what they were given.

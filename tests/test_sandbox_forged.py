@@ -17,7 +17,7 @@ from rl.sandbox import Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
-QUICK = Limits(wall_s=10, cpu_s=10, total_s=60)
+QUICK = Limits(wall_s=10, cpu_s=10, total_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def sandbox():
         yield made
 
 
-def taken(text: str) -> str:
+def take_over(text: str) -> str:
     return TAKE_OVER + text
 
 
 # ------------------------------------------------------------------------------------------------------ forged arguments
 
 # f is found as object 0, and every call answers with an empty list, and says that its argument is one too.
-REWRITES = taken("""
+REWRITES = take_over("""
 def answer(request):
     if request["do"] == "find":
         return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
@@ -87,7 +87,7 @@ def test_a_function_that_returns_nothing_changes_what_it_was_given_and_no_other_
 
 def test_what_is_no_call_changes_no_argument(sandbox):
     """An item's key, an attribute's value: only a call may tell what became of what it was given."""
-    program = taken("""
+    program = take_over("""
 def answer(request):
     if request["do"] in ("find", "call"):
         return packed({"id": request["id"], "value": ["ref", 0, "object", "A", [], True]})
@@ -105,20 +105,18 @@ def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
     """In calls, and in asserts that catch all that a program can raise."""
     replies = forged()
     program = adversary(list(replies.values()))
-    start = time.monotonic()
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(replies))]))
-    caught = "try:\n    f({})\nexcept BaseException:\n    pass"
-    asserts = sandbox.grade(program, Asserts("", [caught.format(i) for i in range(len(replies))], "f"))
-    for found in (grade, asserts):
-        wrong = {name: reason for name, reason in zip(replies, found.reasons, strict=True) if not reason.startswith("forged")}
-        assert not wrong and not any(found.passed)
-    assert time.monotonic() - start < 60
+    catching = "try:\n    f({})\nexcept BaseException:\n    pass"
+    in_asserts = sandbox.grade(program, Asserts("", [catching.format(i) for i in range(len(replies))], "f"))
+    for outcome in (grade, in_asserts):
+        wrong = {name: reason for name, reason in zip(replies, outcome.reasons, strict=True) if not reason.startswith("forged")}
+        assert not wrong and not any(outcome.passed)
 
 
 def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
     for first in ('{"loaded": 1}', '{"loaded": true, "failed": 1}', '{"failed": "x"}', '{"failed": {}}', '{"failed": ["lost", "x"]}',
                   '{"failed": ["load", 5]}', "{}", "[]", "x", '{"failed": ["load", ["R", "1e9999999999"]]}'):  # fmt: skip
-        program = taken(f"send({first.encode()!r})\nimport time; time.sleep(60)")
+        program = take_over(f"send({first.encode()!r})\nimport time; time.sleep(60)")
         assert sandbox.grade(program, Calls("f", [([1], 1)])).reasons[0].startswith("forged"), first
         assert sandbox.grade(program, Asserts("", ["assert f(1)"], "f")).reasons[0].startswith("forged"), first
     assert sandbox.grade("1 +", Calls("f", [([1], 1)])).reasons[0].startswith("load: SyntaxError")
@@ -147,6 +145,19 @@ def test_a_forged_reply_loses_nobodys_list(sandbox):
     assert all(grade.reasons[0].startswith("forged") for grade in grades[::2])
 
 
+def test_a_forged_reply_earns_nothing_and_is_scored():
+    from rl.rewards.code import CodeTests
+
+    reward = CodeTests(score="fraction")
+    tests = {"style": "calls", "function": "f", "cases": [[[0], 5], [[1], 5]]}
+    program = adversary([value(["R", "1e9999999999"]), value(5)])
+    try:
+        scored = reward("", f"```python\n{program}```", {"tests": tests})
+        assert scored.reward == 0.5 and scored.metrics["correct"] == 0.0
+    finally:
+        reward.sandbox().close()
+
+
 def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
     program = "import os\ndef f(n): os._exit(0)\n"
     catching = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
@@ -158,10 +169,10 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
 
 
 def test_requests_that_nobody_reads_take_no_longer_than_their_limit(sandbox):
-    program = taken('send({"loaded": True})\nimport time\ntime.sleep(600)')
+    program = take_over('send({"loaded": True})\nimport time\ntime.sleep(600)')
     start = time.monotonic()
     grade = sandbox.grade(program, Calls("f", [([list(range(100_000))], 1)]), limits=Limits(wall_s=1.0, cpu_s=5))
-    assert grade.reasons[0].startswith("timeout") and time.monotonic() - start < 5, grade.reasons
+    assert grade.reasons[0].startswith("timeout") and time.monotonic() - start < 20, grade.reasons
 
 
 def test_keys_that_fall_into_one_place_are_given_up():
@@ -187,8 +198,8 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
     reasons = sandbox.grade(program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")).reasons
     reasons += sandbox.grade(program, Calls("g", [([6000], 1)])).reasons
     assert [reason.split(":")[0] for reason in reasons] == ["wrong"] * 3 and "int of 19932 bits" in reasons[2], reasons
-    told = ["assert f(6000) == 1, f(6000)", "assert f(6000) == 1, A()", "assert f(6000) == 10**6000, A()"]
-    grade = sandbox.grade(program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", told))
+    asserts = ["assert f(6000) == 1, f(6000)", "assert f(6000) == 1, A()", "assert f(6000) == 10**6000, A()"]
+    grade = sandbox.grade(program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", asserts))
     assert [reason.split(":")[0] for reason in grade.reasons] == ["wrong", "wrong", "ok"], grade.reasons
     grade = sandbox.grade("def f(): return 1 << (1 << 23)", Calls("f", [([], 1)]))
     assert grade.reasons[0].startswith("error: NotPlain"), grade.reasons
@@ -207,8 +218,8 @@ def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
     grade = sandbox.grade(program, Calls("f", [([i], "none of them") for i in range(len(results))]))
     assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), grade.reasons
     asserts = [f"f({i})" for i in range(len(results))]
-    found = sandbox.grade(program, Asserts("", asserts, "f"))
-    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in found.reasons), found.reasons
+    grade = sandbox.grade(program, Asserts("", asserts, "f"))
+    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), grade.reasons
 
 
 def test_every_reason_can_be_written_to_a_file(sandbox):
@@ -269,8 +280,8 @@ def test_a_value_is_text_that_a_tokenizer_takes(sandbox):
 def test_the_python_tool_answers_a_forged_reply():
     environment = resolve_environment("python").make()
     try:
-        said = environment.python(f"{TAKE_OVER}\nsend({TURNS['a fraction that computes']!r})")
-        assert "ended by forged" in said
+        output = environment.python(f"{TAKE_OVER}\nsend({TURNS['a fraction that computes']!r})")
+        assert "ended by forged" in output
         assert environment.python("6 * 7") == "42"
     finally:
         environment.close()
@@ -281,8 +292,8 @@ def test_debugging_tells_a_forged_reply_and_goes_on(name):
     match = resolve_environment("debugging").make()
     match.seed, match.rng, match.row = 1, random.Random(1), {}
     match.start()
-    told = json.dumps(COMPUTING[name])
-    source = f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], 'value': json.loads({told!r})}}))"
+    encoded = json.dumps(COMPUTING[name])
+    source = f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], 'value': json.loads({encoded!r})}}))"
     start = time.monotonic()
     turn = match.step({"content": f"```python\n{source}\n```"})
     assert not turn.done and ", forged: " in turn.messages and len(turn.messages) < 300

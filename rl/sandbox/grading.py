@@ -91,16 +91,16 @@ def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
         except values.NotPlain as error:
             raise UserError(f"arguments of {tests.function} are plain data (numbers, texts, lists, ...): {error}") from error
         reply = job.ask({"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s)
-        ended = _ended(reply, limits, serving=True)
-        if ended is None:
+        verdict = _ended(reply, limits, serving=True)
+        if verdict is None:
             count = 0 if isinstance(arguments, Mapping) else len(arguments)
             try:
                 answer = replies.read_answer(replies.parse(reply["reply"]), reply["number"], count)
-                ended = _answered(answer, tests.compare, expected)
+                verdict = _answered(answer, tests.compare, expected)
             except replies.Forged as error:
                 job.ask({"do": "end"}, _END_SECONDS)  # the next call gets another candidate
-                ended = False, f"forged: {show(str(error), 300)}"
-        yield ended
+                verdict = False, f"forged: {show(str(error), 300)}"
+        yield verdict
 
 
 def _answered(answer: replies.Returned | replies.Raised, compare: Compare, expected: Any) -> Verdict:

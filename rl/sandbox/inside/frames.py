@@ -27,7 +27,7 @@ class TooLong(BadMessage):
 
 def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """`fds` only over a unix socket; they travel with the first byte. Raises Ended."""
-    data = memoryview(packed(message))
+    data = memoryview(pack(message))
     try:
         if isinstance(to, int):
             while data:
@@ -41,7 +41,7 @@ def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] 
         raise Ended(str(error)) from error
 
 
-def text_bytes(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     """Return a text as a file or an input holds it. Bytes that were no UTF-8 come back as they were; no text raises."""
     try:
         return text.encode("utf-8", "surrogateescape")
@@ -49,7 +49,7 @@ def text_bytes(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-def packed(message: dict[str, Any]) -> bytes:
+def pack(message: dict[str, Any]) -> bytes:
     """Return a message as it travels."""
     body = json.dumps(message).encode()
     return _HEAD.pack(len(body)) + body

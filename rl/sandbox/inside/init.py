@@ -78,7 +78,7 @@ class Init:
             place = os.path.normpath(os.path.join(self.folder, name))
             os.makedirs(os.path.dirname(place), exist_ok=True)
             with open(place, "wb") as file:
-                file.write(frames.text_bytes(text))
+                file.write(frames.encode_text(text))
 
     def _clean(self) -> None:
         """The folder as it was at the beginning, keeping what was built."""

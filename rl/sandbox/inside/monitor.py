@@ -82,7 +82,7 @@ class Monitor:
         start = time.monotonic()
         source = os.memfd_create("stdin")
         with os.fdopen(os.dup(source), "wb") as file:
-            file.write(frames.text_bytes(message["stdin"]))
+            file.write(frames.encode_text(message["stdin"]))
         os.lseek(source, 0, os.SEEK_SET)
         watch = self._start(message, source, [])
         by = ""

@@ -44,7 +44,7 @@ class Link:
         self._send({"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more})
         while "call" in (message := self._receive()):
             self._call_back(message)
-        with self._reading():
+        with self._ending_if_forged():
             answer = replies.read_answer(message, number, len(arguments) if verb == "call" else None)
             if isinstance(answer, replies.Raised):
                 error = self.exception(answer.name, answer.family)
@@ -52,19 +52,19 @@ class Link:
                 changed = [values.decode(item, self.referent) for item in answer.arguments or []]
                 value = values.decode(answer.value, self.referent)
         if isinstance(answer, replies.Raised):
-            raise _made(error, answer.text[:300])
+            raise _build_exception(error, answer.text[:300])
         if answer.arguments is not None:
             for item, source in zip(arguments, changed, strict=True):
                 values.assign(item, source)
         return value
 
-    def loaded(self) -> tuple[str, str] | None:
+    def read_loaded(self) -> tuple[str, str] | None:
         """The server's first message: why the program did not load, None where it did."""
-        with self._reading():
+        with self._ending_if_forged():
             return replies.read_loaded(self._receive())
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _ending_if_forged(self) -> Iterator[None]:
         try:
             yield
         except replies.Forged as error:
@@ -87,7 +87,7 @@ class Link:
             self.end("", "the candidate ended")
 
     def _call_back(self, message: dict[str, Any]) -> None:
-        with self._reading():
+        with self._ending_if_forged():
             name, encoded = replies.read_callback(message)
             if name not in self.functions:
                 raise replies.Forged("a call of a function that no test gave")
@@ -108,7 +108,7 @@ class Link:
         raise values.NotPlain(f"a {type(value).__name__} of a test cannot be given to the program")
 
     def referent(self, rest: list[Any]) -> Any:
-        number, kind, name, family, _ = values.reference(rest)
+        number, kind, name, family, _ = values.read_reference(rest)
         return self.exception(name, family) if kind == "class" and family else Remote(self, number, name)
 
     def exception(self, name: str, family: list[str]) -> type[BaseException]:
@@ -125,11 +125,11 @@ class Link:
 
 def _builtin_exception(name: str) -> type[Exception] | None:
     known = getattr(builtins, name, None)
-    is_one = isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, BaseExceptionGroup)
-    return known if is_one else None
+    is_known = isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, BaseExceptionGroup)
+    return known if is_known else None
 
 
-def _made(of: type[BaseException], text: str) -> BaseException:
+def _build_exception(of: type[BaseException], text: str) -> BaseException:
     """An exception of this class with this text, whatever its constructor wants (UnicodeDecodeError: five arguments)."""
     try:
         return of(text)
@@ -280,7 +280,7 @@ def run_asserts(message: dict[str, Any], link: Link, verdicts: int) -> None:
         frames.send(verdicts, {"ok": ok, "why": why})
 
     tests, first = message["tests"], message["from"]
-    failed = link.loaded()
+    failed = link.read_loaded()
     space = Space(link, message["entries"])
     if not failed:
         try:

@@ -58,7 +58,7 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep
     if value is None or of is bool or of is str or of is float:
         return value
     if of is int:
-        return value if -_SMALL < value < _SMALL else ["i", hex(_bounded(value))]
+        return value if -_SMALL < value < _SMALL else ["i", hex(_check_bounds(value))]
     if deep > DEEPEST:
         raise NotPlain(f"nested deeper than {DEEPEST}")
     tag = _TAGS.get(of)
@@ -71,10 +71,10 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep
     if of is range:
         return ["r", *[encode(int.__add__(number, 0)) for number in (value.start, value.stop, value.step)]]
     if of is fractions.Fraction:
-        return ["R", encode(_bounded(value).numerator), encode(value.denominator)]
+        return ["R", encode(_check_bounds(value).numerator), encode(value.denominator)]
     for key, (base, text, _, _) in _TEXTS.items():
         if of is base:
-            return [key, text(_bounded(value))]
+            return [key, text(_check_bounds(value))]
     return _encode_other(value, of, reference, deep)
 
 
@@ -113,7 +113,7 @@ def _encode_other(value: Any, of: type, reference: Any, deep: int) -> Any:
     return ["ref", *reference(value)]
 
 
-def _bounded(value: Any) -> Any:
+def _check_bounds(value: Any) -> Any:
     """Return `value`. Raises NotPlain where it is a number beyond the bounds."""
     if isinstance(value, int) and value.bit_length() > INT_BITS:
         raise NotPlain(f"an int of {value.bit_length()} bits, at most {INT_BITS} travel")
@@ -144,7 +144,7 @@ def decode(value: Any, referent: Callable[[list[Any]], Any] | None = None, longe
         raise Forged("nested too deep") from None
 
 
-def reference(rest: Any) -> tuple[int, str, str, list[str], bool]:
+def read_reference(rest: Any) -> tuple[int, str, str, list[str], bool]:
     """Return (number, kind, name, family, can be called) of an object of the candidate. Raises Forged on anything else."""
     if len(rest) != 5:
         raise Forged(f"a reference of {len(rest)} items, expected 5")
@@ -197,25 +197,25 @@ class _Decoder:
         if tag == "ref":
             if self.referent is not None:
                 return self.referent(value[1:])
-            raise NotPlain(f"a {reference(value[1:])[2][:100]} is no plain data")
+            raise NotPlain(f"a {read_reference(value[1:])[2][:100]} is no plain data")
         raise Forged(f"no encoded value: {show(value, 80)}")
 
     def _sequence(self, tag: str, items: list[Any]) -> Any:
         if tag not in ("s", "f"):
             return _SEQUENCES[tag](items)
-        made: set[Any] = set()
+        unique: set[Any] = set()
         for i in range(0, len(items), _KEYS_AT_ONCE):
-            self._hash(made.update, items[i : i + _KEYS_AT_ONCE])
-        return made if tag == "s" else frozenset(made)
+            self._hash(unique.update, items[i : i + _KEYS_AT_ONCE])
+        return unique if tag == "s" else frozenset(unique)
 
     def _map(self, tag: str, items: list[Any]) -> Any:
         if len(items) % 2:
             raise Forged("a mapping with a key that has no value")
         pairs = list(zip(items[::2], items[1::2], strict=True))
-        made: dict[Any, Any] = {}
+        mapping: dict[Any, Any] = {}
         for i in range(0, len(pairs), _KEYS_AT_ONCE):
-            self._hash(made.update, pairs[i : i + _KEYS_AT_ONCE])
-        return collections.defaultdict(None, made) if tag == "D" else made if tag == "d" else _MAPS[tag](made)
+            self._hash(mapping.update, pairs[i : i + _KEYS_AT_ONCE])
+        return collections.defaultdict(None, mapping) if tag == "D" else mapping if tag == "d" else _MAPS[tag](mapping)
 
     def _hash(self, update: Callable[[Any], None], keys: list[Any]) -> None:
         """Keys of a set or mapping, a few at a time: whoever chooses them can choose many that fall into one place."""
@@ -235,7 +235,7 @@ class _Decoder:
         if tag == "i" and len(value[1]) > INT_BITS // 4 + 3 or tag == "M" and len(value[1]) > 2 * DECIMAL_DIGITS + 20:
             raise Forged(f"a number of {len(value[1])} characters")
         try:
-            return _bounded(_TEXTS[tag][3](value[1]))
+            return _check_bounds(_TEXTS[tag][3](value[1]))
         except (ValueError, OverflowError, NotPlain) as error:
             raise Forged(f"no encoded value: {show(value, 80)} ({error})") from error
 
@@ -248,13 +248,12 @@ class _Decoder:
     def _range(self, numbers: list[int]) -> range:
         if numbers[2] == 0:
             raise Forged("a range whose step is 0")
-        made = range(*numbers)
         if self.ranges_left is not None:
             start, stop, step = numbers
             self.ranges_left -= max(0, -((start - stop) // step)) if step > 0 else max(0, -((stop - start) // -step))
             if self.ranges_left < 0:
                 raise NotPlain("a range over more numbers than could be sent")
-        return made
+        return range(*numbers)
 
     def _fraction(self, above: int, below: int) -> fractions.Fraction:
         if below <= 0 or max(above.bit_length(), below.bit_length()) > FRACTION_BITS:

@@ -82,7 +82,7 @@ class Watch:
 
     def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
         """Writes a message to the pipe `to`, which the candidate may leave unread. Raises Stopped, frames.Ended."""
-        data = memoryview(frames.packed(message))
+        data = memoryview(frames.pack(message))
         os.set_blocking(to, False)
         while data:
             try:
