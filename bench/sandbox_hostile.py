@@ -17,12 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
+from hostile_replies import IN_PLACE, SORTS
 
 from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
 
 LIMITS = Limits(wall_s=1.0, cpu_s=1.0, total_s=2.0, memory_mb=192, processes=32, file_mb=16, files=300, output_kb=1024)
 STYLES = {
     "asserts": Asserts("import math", ASSERTS, "f"), "calls": Calls("f", CALLS), "dialogue": Dialogues(CASES), "pytest": Pytest(PYTESTS),
+    "sorting": Asserts("", SORTS, "f"), "in place": Asserts("", IN_PLACE, "f"),
 }  # fmt: skip
 WORK = "s = 0\nfor i in range(3 * 10**6): s += i\nprint(s)"
 NEIGHBOURS = ("fork bomb", "threads without end", "setsid and busy children", "all memory, by processes", "zombies", "one endless line",

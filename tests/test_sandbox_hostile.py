@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
+from hostile_replies import IN_PLACE, SORTS
 
 from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
 
@@ -25,6 +26,8 @@ def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
         "calls": Calls("f", CALLS),
         "dialogue": Dialogues(CASES),
         "pytest": Pytest(PYTESTS),
+        "sorting": Asserts("", SORTS, "f"),
+        "in place": Asserts("", IN_PLACE, "f"),
     }[program.style]
     return sandbox.grade(program.text, tests, limits=limits, early_stop=program.family in (8, 9), cache=False)
 

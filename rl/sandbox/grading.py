@@ -8,7 +8,8 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox.compare import COMPARERS
-from rl.sandbox.inside import values
+from rl.sandbox.inside import replies, values
+from rl.sandbox.inside.display import show
 from rl.sandbox.languages import LANGUAGES, command_of
 from rl.sandbox.launch import PACKAGES
 from rl.sandbox.results import Limits
@@ -17,6 +18,8 @@ from rl.sandbox.styles import Asserts, Calls, Compare, Dialogues, Pytest, Tests
 
 Verdict = tuple[bool, str]
 _BUILD_SECONDS = 30.0
+_END_SECONDS = 10.0
+LONGEST_RANGE = 1 << 24  # numbers that the ranges of one value may stand for, outside of the sandbox
 _IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
 
 
@@ -88,30 +91,38 @@ def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
         except values.NotPlain as error:
             raise UserError(f"arguments of {tests.function} are plain data (numbers, texts, lists, ...): {error}") from error
         reply = job.ask({"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s)
-        ended = _ended(reply, limits, serving=True)
-        yield ended if ended is not None else _answered(reply["reply"], tests.compare, expected)
+        verdict = _ended(reply, limits, serving=True)
+        if verdict is None:
+            count = 0 if isinstance(arguments, Mapping) else len(arguments)
+            try:
+                answer = replies.read_answer(replies.parse(reply["reply"]), reply["number"], count)
+                verdict = _answered(answer, tests.compare, expected)
+            except replies.Forged as error:
+                job.ask({"do": "end"}, _END_SECONDS)  # the next call gets another candidate
+                verdict = False, f"forged: {show(str(error), 300)}"
+        yield verdict
 
 
-def _answered(reply: dict[str, Any], compare: Compare, expected: Any) -> Verdict:
-    if "raised" in reply:
-        return False, f"error: {str(reply['raised'][-1])[:300]}"
+def _answered(answer: replies.Returned | replies.Raised, compare: Compare, expected: Any) -> Verdict:
+    """Raises Forged where the value is not encoded as it must be."""
+    if isinstance(answer, replies.Raised):
+        return False, f"error: {answer.text[:300]}"
     try:
-        value = values.decode(reply.get("value"))
-    except (ValueError, TypeError, RecursionError) as error:
+        value = values.decode(answer.value, longest_range=LONGEST_RANGE)
+        for item in answer.arguments or []:  # which nobody here needs, but they too are what a server sends, or forged
+            values.decode(item)
+    except values.NotPlain as error:
         return False, f"wrong: no plain data ({str(error)[:200]})"
     return compared(compare, value, expected)
 
 
 def compared(compare: Compare, value: Any, expected: Any) -> Verdict:
-    """A custom comparer may raise on what it does not expect: that is a failed test."""
-    if isinstance(compare, str):
-        ok = COMPARERS[compare](value, expected)
-    else:
-        try:
-            ok = bool(compare(value, expected))
-        except Exception as error:  # boundary: the caller's own function
-            return False, f"error: the comparer: {type(error).__name__}: {error}"
-    return (True, "ok") if ok else (False, f"wrong: {str(value)[:200]!r}")
+    """A comparer may raise on what it does not expect: that is a failed test."""
+    try:
+        ok = bool(COMPARERS[compare](value, expected) if isinstance(compare, str) else compare(value, expected))
+    except Exception as error:  # boundary: the caller's own function, or a value that compares with nothing
+        return False, f"error: the comparer: {type(error).__name__}: {str(error)[:300]}"
+    return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
 
 
 def _ended(reply: dict[str, Any], limits: Limits, serving: bool = False) -> Verdict | None:
@@ -122,7 +133,8 @@ def _ended(reply: dict[str, Any], limits: Limits, serving: bool = False) -> Verd
     if by == "load":
         return False, f"load: {reply.get('text', '')}"
     if by:
-        said = {"timeout": f"longer than {limits.wall_s:g} s", "memory": f"more than {limits.memory_mb} MB"}.get(by, "")
+        said = {"timeout": f"longer than {limits.wall_s:g} s", "memory": f"more than {limits.memory_mb} MB",
+                "output": f"more than {limits.output_kb} KB", "forged": "a message that no program's server sends"}.get(by, "")  # fmt: skip
         return False, f"{by}: {said}"
     if reply["signal"] is not None:
         return False, f"signal: {reply['signal']}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox import grading
+from rl.sandbox.inside.display import make_printable
 from rl.sandbox.languages import LANGUAGES, command_of
 from rl.sandbox.launch import Zygote
 from rl.sandbox.probe import find
@@ -179,7 +180,7 @@ class Sandbox:
         stopped = early_stop and bool(found) and not found[-1][0]
         why = "skipped" if stopped else found[-1][1] if found and found[-1][1].startswith("lost") else "lost: no verdict"
         found += [(False, why)] * (count - len(found))
-        return Grade([ok for ok, _ in found], [why for _, why in found], time.monotonic() - start)
+        return Grade([ok for ok, _ in found], [make_printable(why) for _, why in found], time.monotonic() - start)
 
 
 def _gather(verdicts: Iterator[tuple[bool, str]], found: list[tuple[bool, str]], early_stop: bool) -> None:
@@ -194,8 +195,11 @@ def _no_zygote() -> Zygote:
 
 
 def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | None:
-    """None where the tests hold what has no name of its own (a comparer that is a function)."""
+    """None where the tests hold what has no name of its own (a comparer that is a function), or an int too long to be written."""
     if callable(getattr(tests, "compare", None)):
         return None
-    told = repr((type(tests).__name__, dataclasses.astuple(tests), dataclasses.astuple(limits), early_stop))
+    try:
+        told = repr((type(tests).__name__, dataclasses.astuple(tests), dataclasses.astuple(limits), early_stop))
+    except ValueError:
+        return None
     return hashlib.sha256(json.dumps([program, told]).encode()).hexdigest()

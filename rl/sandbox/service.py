@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl.errors import UserError
-from rl.sandbox.grading import Verdict, compared
-from rl.sandbox.inside import values
+from rl.sandbox.grading import LONGEST_RANGE, Verdict, compared
+from rl.sandbox.inside import replies, values
+from rl.sandbox.inside.display import make_printable
 from rl.sandbox.results import Limits, Run
 from rl.sandbox.slots import Lost
 from rl.sandbox.styles import Asserts, Calls, Dialogues, Tests
@@ -25,6 +26,8 @@ _NETWORK_SECONDS = 10.0
 _DRIVER = """
 import json as _json
 def _plain(x):
+    if isinstance(x, int) and type(x) is not bool and not -(2**63) < x < 2**63:
+        return ["i", hex(x)]
     if x is None or type(x) in (bool, int, float, str):
         return x
     if isinstance(x, (list, tuple)):
@@ -73,12 +76,13 @@ class Service:
             ran = found.get("run_result") or found.get("compile_result") or {}
             status, code = str(ran.get("status", found.get("status"))), ran.get("return_code")
             out, err = str(ran.get("stdout") or ""), str(ran.get("stderr") or found.get("message") or "")
-        except (OSError, urllib.error.URLError, ValueError, AttributeError) as error:
+            seconds = float(ran.get("execution_time") or time.monotonic() - start)
+        except (OSError, urllib.error.URLError, ValueError, AttributeError, TypeError) as error:
             raise Lost(f"{type(error).__name__}: {error}") from error
         late = "TimeLimit" in status
-        seconds = float(ran.get("execution_time") or time.monotonic() - start)
         code = None if late or not isinstance(code, int) else code
-        return Run(out[: limits.output_kb << 10], err, code, None, late, "timeout" if late else "", seconds, seconds)
+        out, err = make_printable(out, limits.output_kb << 10), make_printable(err)
+        return Run(out, err, code, None, late, "timeout" if late else "", seconds, seconds)
 
     def verdicts(self, program: str, tests: Tests, limits: Limits) -> Iterator[Verdict]:
         if isinstance(tests, Dialogues):
@@ -103,12 +107,12 @@ class Service:
                 yield False, f"{run.ended_by or 'error'}: {run.stderr[-300:]}"
                 continue
             try:
-                reply = json.loads(said[number])
-                value = values.decode(reply["value"])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                yield False, f"error: {said[number][:300]}"
+                reply = replies.parse(said[number])
+                value = values.decode(reply["value"], longest_range=LONGEST_RANGE) if reply.keys() == {"value"} else None
+            except (replies.Forged, values.NotPlain):
+                yield False, f"forged: {said[number][:300]}"
                 continue
-            yield compared(compare, value, expected)
+            yield compared(compare, value, expected) if "value" in reply else (False, f"error: {said[number][:300]}")
 
     def _as_calls(self, tests: Tests) -> list[Calls]:
         """Asserts of the form `assert f(literals) == literal`: the calls go over, comparing is done here."""

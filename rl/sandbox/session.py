@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rl.sandbox.inside import values
+from rl.sandbox.inside import replies
+from rl.sandbox.inside.display import make_printable
 from rl.sandbox.slots import Job, Lost, Slot, Slots
 
 
 @dataclass(frozen=True)
 class Turn:
     """What a turn printed; `value`: the repr of its last expression, None where that is None or there is none.
-    `ended_by`: "" where the state lives on, else why it is lost (timeout, cpu, memory, processes, output, exit, signal, lost)."""
+    `ended_by`: "" where the state lives on, else why it is lost (timeout, cpu, memory, processes, output, exit, signal,
+    forged, lost)."""
 
     stdout: str
     stderr: str
@@ -47,17 +49,10 @@ class Session:
             self._end()
             by = reply["by"] or ("signal" if reply["signal"] else "exit")
             return Turn(reply["stdout"], reply["stderr"], None, by, reply["wall_s"])
-        said = reply["reply"]
-        value = None
-        if "raised" not in said:
-            try:
-                value = values.decode(said.get("value"))
-            except ValueError:
-                value = None
-        elif said["raised"][0] == "SystemExit":
+        by, value = _read(reply)
+        if by:
             self._end()
-            return Turn(reply["stdout"], reply["stderr"], None, "exit", reply["wall_s"])
-        return Turn(reply["stdout"], reply["stderr"], value if isinstance(value, str) else None, "", reply["wall_s"])
+        return Turn(reply["stdout"], reply["stderr"], value, by, reply["wall_s"])
 
     def _end(self, lost: bool = False) -> None:
         job, self._job = self._job, None
@@ -76,3 +71,16 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _read(reply: dict[str, Any]) -> tuple[str, str | None]:
+    """Why the interpreter is to be ended ("" where it lives on), and the text of a turn's value."""
+    try:
+        answer = replies.read_answer(replies.parse(reply["reply"]), reply["number"], None)
+    except replies.Forged:
+        return "forged", None
+    if isinstance(answer, replies.Raised):
+        return ("exit" if answer.name == "SystemExit" else ""), None
+    if answer.value is not None and type(answer.value) is not str:
+        return "forged", None
+    return "", None if answer.value is None else make_printable(answer.value)

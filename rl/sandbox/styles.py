@@ -35,7 +35,7 @@ class Asserts:
         for text in self.asserts:
             try:
                 tree = ast.parse(text)
-            except SyntaxError as error:
+            except (SyntaxError, ValueError) as error:
                 raise UserError(f"a test is no Python: {text[:120]!r} ({error})") from error
             called += [n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
         others = [name for name in called if not hasattr(builtins, name)]

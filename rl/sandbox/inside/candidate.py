@@ -175,14 +175,13 @@ class Server:
         if number is None:
             number = self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
-        of = type(value)
-        kind = "class" if isinstance(value, type) else "object"
-        return [number, kind, getattr(value, "__name__", "") if kind == "class" else of.__name__, _family_of(value), callable(value)]
+        is_class = issubclass(type(value), type)
+        kind, name = ("class", _name(value)) if is_class else ("object", _name(type(value)))
+        return [number, kind, name, _family_of(value) if is_class else [], callable(value)]
 
-    def referent(self, number: Any, *_: Any) -> Any:
-        if isinstance(number, int):
-            return self.objects[number]
-        return self._callback(str(number))
+    def referent(self, rest: list[Any]) -> Any:
+        """An object by its number, or a function of the tester by its name."""
+        return self.objects[rest[0]] if isinstance(rest[0], int) else self._callback(str(rest[0]))
 
     def _callback(self, name: str) -> Callable[..., Any]:
         """A function of the tester: called there."""
@@ -208,15 +207,22 @@ def _describe(error: BaseException) -> str:
 
 
 def _family(error: BaseException) -> list[Any]:
-    names = [of.__name__ for of in type(error).__mro__]
+    names = [_name(of) for of in _MRO(type(error))]
     return [names[0], names[1:]]
 
 
-def _family_of(value: Any) -> list[str]:
+def _family_of(of: type) -> list[str]:
     """The names of the exceptions that a class of exceptions descends from."""
-    if isinstance(value, type) and issubclass(value, BaseException):
-        return [of.__name__ for of in value.__mro__[1:]]
-    return []
+    return [_name(base) for base in _MRO(of)[1:]] if BaseException in _MRO(of) else []
+
+
+_MRO: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+_NAME: Callable[[type], str] = type.__dict__["__name__"].__get__
+
+
+def _name(of: type) -> str:
+    """A class's own name, whatever its metaclass says."""
+    return _NAME(of)[:200]
 
 
 def run_cell(code: str, space: dict[str, Any]) -> str | None:

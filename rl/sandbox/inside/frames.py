@@ -21,10 +21,13 @@ class BadMessage(Exception):
     """What came is no message: too long, or no JSON object."""
 
 
+class TooLong(BadMessage):
+    """A message with more bytes than are taken."""
+
+
 def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """`fds` only over a unix socket; they travel with the first byte. Raises Ended."""
-    body = json.dumps(message).encode()
-    data = memoryview(_HEAD.pack(len(body)) + body)
+    data = memoryview(pack(message))
     try:
         if isinstance(to, int):
             while data:
@@ -38,12 +41,31 @@ def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] 
         raise Ended(str(error)) from error
 
 
+def encode_text(text: str) -> bytes:
+    """Return a text as a file or an input holds it. Bytes that were no UTF-8 come back as they were; no text raises."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Return a message as it travels."""
+    body = json.dumps(message).encode()
+    return _HEAD.pack(len(body)) + body
+
+
 def receive(of: socket.socket | int, longest: int = LONGEST) -> dict[str, Any]:
     """The next message. Raises Ended, BadMessage, TimeoutError where the socket has a timeout."""
+    return _read(receive_bytes(of, longest))
+
+
+def receive_bytes(of: socket.socket | int, longest: int = LONGEST) -> bytes:
+    """The bytes of the next message, unread. Raises Ended, TooLong, TimeoutError where the socket has a timeout."""
     (size,) = _HEAD.unpack(_exactly(of, _HEAD.size))
     if size > longest:
-        raise BadMessage(f"a message of {size} bytes, the longest has {longest}")
-    return _read(_exactly(of, size))
+        raise TooLong(f"a message of {size} bytes, the longest has {longest}")
+    return _exactly(of, size)
 
 
 def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[dict[str, Any], list[int]]:

@@ -77,8 +77,8 @@ class Init:
         for name, text in self.job["files"].items():
             place = os.path.normpath(os.path.join(self.folder, name))
             os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-                file.write(text)
+            with open(place, "wb") as file:
+                file.write(frames.encode_text(text))
 
     def _clean(self) -> None:
         """The folder as it was at the beginning, keeping what was built."""

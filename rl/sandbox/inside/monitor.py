@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-from rl.sandbox.inside import frames, init, pytest_tester, tester, walls
+from rl.sandbox.inside import frames, init, pytest_tester, replies, tester, walls
 from rl.sandbox.inside.watch import Gone, Stopped, Watch
 
 _ENDING_SECONDS = 5.0
@@ -82,7 +82,7 @@ class Monitor:
         start = time.monotonic()
         source = os.memfd_create("stdin")
         with os.fdopen(os.dup(source), "wb") as file:
-            file.write(message["stdin"].encode("utf-8", "surrogateescape"))
+            file.write(frames.encode_text(message["stdin"]))
         os.lseek(source, 0, os.SEEK_SET)
         watch = self._start(message, source, [])
         by = ""
@@ -100,19 +100,20 @@ class Monitor:
             assert self.watch is not None
             until = start + message["wall_s"]
             if self.asked == 0:
-                first = self.watch.message(self.replies, until)
-                if "loaded" not in first:
-                    return {**self._stop("load"), "text": str(first.get("failed"))[:400]}
+                failed = replies.read_loaded(self.watch.message(self.replies, until))
+                if failed is not None:
+                    return {**self._stop("load"), "text": failed[1], "wall_s": time.monotonic() - start}
             self.asked += 1
-            frames.send(self.requests, {**message["request"], "id": self.asked})
-            reply = self.watch.message(self.replies, until)
-            if reply.get("id") != self.asked:
-                raise Stopped("forged")
+            self.watch.send(self.requests, {**message["request"], "id": self.asked}, until)
+            # Handed on unread: the caller reads it by the grammar of `replies`, once, and asks for the end of a candidate that forges.
+            body = self.watch.frame(self.replies, until).decode("utf-8")
             self.watch.drain()
             out, err = self.watch.take()
-            return {"reply": reply, "stdout": out, "stderr": err, "wall_s": time.monotonic() - start}
+            return {"reply": body, "number": self.asked, "stdout": out, "stderr": err, "wall_s": time.monotonic() - start}
         except (Stopped, frames.Ended) as stopped:
             return {**self._stop(getattr(stopped, "why", "")), "wall_s": time.monotonic() - start}
+        except (replies.Forged, UnicodeDecodeError):
+            return {**self._stop("forged"), "wall_s": time.monotonic() - start}
 
     def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
         """Test texts in a tester that asks the candidate: verdicts up to the first test that ended one of the two."""
@@ -132,6 +133,9 @@ class Monitor:
             while True:
                 verdict = self.watch.message(says, min(until, start + message["total_s"]))
                 if "done" in verdict:
+                    break
+                if "by" in verdict:  # the candidate broke the protocol: the tester ended itself
+                    by = verdict["by"]
                     break
                 found.append([verdict["ok"], verdict["why"]])
                 until = time.monotonic() + message["wall_s"]

@@ -60,7 +60,7 @@ def run(message: dict[str, Any], link: Link, verdicts: int) -> None:
     def say(ok: bool, why: str) -> None:
         frames.send(verdicts, {"ok": ok, "why": why})
 
-    failed = frames.receive(link.replies, link.longest).get("failed")
+    failed = link.read_loaded()
     if failed:
         say(False, f"{failed[0]}: {failed[1]}")
     else:

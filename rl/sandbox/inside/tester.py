@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-from rl.sandbox.inside import frames, seccomp, values, walls
+from rl.sandbox.inside import frames, replies, seccomp, values, walls
+from rl.sandbox.inside.display import show
 
 _MODULES = ("math", "cmath", "re", "collections", "itertools", "functools", "random", "datetime", "string", "copy", "heapq", "decimal",
             "fractions", "statistics", "operator", "typing", "json", "sys")  # fmt: skip
@@ -23,10 +25,14 @@ class CandidateError(Exception):
 
 
 class Link:
-    """The tester's end of the candidate's server."""
+    """The tester's end of the candidate's server. What comes is read by `replies`, and nothing else in it has an effect here.
 
-    def __init__(self, requests: int, replies: int, longest: int):
-        self.requests, self.replies, self.longest = requests, replies, longest
+    `end(by, why)`: called where the candidate breaks the protocol ("forged", "output") or ends (""); does not return. A test must not be
+    able to catch that, as it may catch what the program raises.
+    """
+
+    def __init__(self, requests: int, replies: int, longest: int, end: Callable[[str, str], NoReturn]):
+        self.requests, self.replies, self.longest, self.end = requests, replies, longest, end
         self.count = itertools.count(1)
         self.functions: dict[str, Callable[..., Any]] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
@@ -35,31 +41,62 @@ class Link:
         number = next(self.count)
         named = {key: values.encode(item, self.refer) for key, item in more.pop("named", {}).items()}
         sent = [values.encode(item, self.refer) for item in arguments]
-        frames.send(self.requests, {"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more})
-        while True:
-            reply = frames.receive(self.replies, self.longest)
-            if "call" not in reply:
-                break
-            self._call_back(reply)
-        if reply.get("id") != number:
-            raise frames.BadMessage("a reply to another request")
-        if "raised" in reply:
-            name, family, text = reply["raised"]
-            raise self.exception(str(name), [str(item) for item in family])(str(text))
-        if isinstance(reply.get("arguments"), list) and len(reply["arguments"]) == len(arguments):
-            for item, changed in zip(arguments, reply["arguments"], strict=True):
-                values.assign(item, values.decode(changed, self.referent))
-        return values.decode(reply.get("value"), self.referent)
+        self._send({"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more})
+        while "call" in (message := self._receive()):
+            self._call_back(message)
+        with self._ending_if_forged():
+            answer = replies.read_answer(message, number, len(arguments) if verb == "call" else None)
+            if isinstance(answer, replies.Raised):
+                error = self.exception(answer.name, answer.family)
+            else:
+                changed = [values.decode(item, self.referent) for item in answer.arguments or []]
+                value = values.decode(answer.value, self.referent)
+        if isinstance(answer, replies.Raised):
+            raise _build_exception(error, answer.text[:300])
+        if answer.arguments is not None:
+            for item, source in zip(arguments, changed, strict=True):
+                values.assign(item, source)
+        return value
+
+    def read_loaded(self) -> tuple[str, str] | None:
+        """The server's first message: why the program did not load, None where it did."""
+        with self._ending_if_forged():
+            return replies.read_loaded(self._receive())
+
+    @contextlib.contextmanager
+    def _ending_if_forged(self) -> Iterator[None]:
+        try:
+            yield
+        except replies.Forged as error:
+            self.end("forged", str(error))
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            return replies.parse(frames.receive_bytes(self.replies, self.longest))
+        except replies.Forged as error:
+            self.end("forged", str(error))
+        except frames.TooLong as error:
+            self.end("output", str(error))
+        except frames.Ended:
+            self.end("", "the candidate ended")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            frames.send(self.requests, message)
+        except frames.Ended:
+            self.end("", "the candidate ended")
 
     def _call_back(self, message: dict[str, Any]) -> None:
+        with self._ending_if_forged():
+            name, encoded = replies.read_callback(message)
+            if name not in self.functions:
+                raise replies.Forged("a call of a function that no test gave")
+            arguments = [values.decode(item, self.referent) for item in encoded]
         try:
-            arguments = [values.decode(item, self.referent) for item in message["arguments"]]
-            result = self.functions[message["call"]](*arguments)
-            frames.send(self.requests, {"returned": values.encode(result, self.refer)})
-        except (frames.Ended, frames.BadMessage):
-            raise
+            reply = {"returned": values.encode(self.functions[name](*arguments), self.refer)}
         except Exception as error:
-            frames.send(self.requests, {"raised": f"{type(error).__name__}: {error}"[:300]})
+            reply = {"raised": f"{type(error).__name__}: {_text_of(error)}"}
+        self._send(reply)
 
     def refer(self, value: Any) -> list[Any]:
         if type(value) is Remote:
@@ -70,21 +107,36 @@ class Link:
             return [name]
         raise values.NotPlain(f"a {type(value).__name__} of a test cannot be given to the program")
 
-    def referent(self, number: int, kind: str = "object", name: str = "", family: Any = (), can_call: bool = False) -> Any:
-        if kind == "class" and family:
-            return self.exception(str(name), [str(item) for item in family])
-        return Remote(self, int(number), str(name))
+    def referent(self, rest: list[Any]) -> Any:
+        number, kind, name, family, _ = values.read_reference(rest)
+        return self.exception(name, family) if kind == "class" and family else Remote(self, number, name)
 
     def exception(self, name: str, family: list[str]) -> type[BaseException]:
         """The built-in exception of that name, or one made here that descends from the first built-in one of its family."""
-        known = getattr(builtins, name, None)
-        if isinstance(known, type) and issubclass(known, Exception):
+        known = _builtin_exception(name)
+        if known is not None:
             return known
         if name not in self.exceptions:
-            found = [getattr(builtins, item, None) for item in family]
-            base = next((of for of in found if isinstance(of, type) and issubclass(of, Exception)), CandidateError)
-            self.exceptions[name] = type(name, (base,), {"__init__": lambda self, *text: Exception.__init__(self, *text)})
+            base = next((of for of in map(_builtin_exception, family) if of is not None), CandidateError)
+            called = name if name.isidentifier() else "CandidateError"
+            self.exceptions[name] = type(called, (base,), {"__init__": lambda self, *text: Exception.__init__(self, *text)})
         return self.exceptions[name]
+
+
+def _builtin_exception(name: str) -> type[Exception] | None:
+    known = getattr(builtins, name, None)
+    is_known = isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, BaseExceptionGroup)
+    return known if is_known else None
+
+
+def _build_exception(of: type[BaseException], text: str) -> BaseException:
+    """An exception of this class with this text, whatever its constructor wants (UnicodeDecodeError: five arguments)."""
+    try:
+        return of(text)
+    except TypeError:
+        error = of.__new__(of)
+        error.args = (text,)
+        return error
 
 
 class Remote:
@@ -196,10 +248,17 @@ class Space(dict[str, Any]):
 
 
 def serve(
-    message: dict[str, Any], requests: int, replies: int, verdicts: int, up: set[str], limits: dict[str, Any],
+    message: dict[str, Any], requests: int, answers: int, verdicts: int, up: set[str], limits: dict[str, Any],
     run: Callable[[dict[str, Any], Link, int], None] | None = None,
 ) -> None:  # fmt: skip
     """Runs the tests from `message["from"]` on, or as `run` does, a verdict each. `run` may write files. Never returns."""
+
+    def end(by: str, why: str) -> NoReturn:
+        """At once, whatever the test would catch: the test that is running has no verdict then."""
+        if by:
+            frames.send(verdicts, {"by": by, "why": why})
+        os._exit(0)
+
     try:
         for target in (0, 1, 2):
             os.dup2(os.open("/dev/null", os.O_RDWR), target)
@@ -211,7 +270,7 @@ def serve(
             walls.drop_capabilities()
         if "seccomp" in up:
             seccomp.install(walls.libc)
-        (run or run_asserts)(message, Link(requests, replies, int(limits["output_kb"]) << 10), verdicts)
+        (run or run_asserts)(message, Link(requests, answers, int(limits["output_kb"]) << 10, end), verdicts)
     finally:
         os._exit(0)
 
@@ -221,18 +280,15 @@ def run_asserts(message: dict[str, Any], link: Link, verdicts: int) -> None:
         frames.send(verdicts, {"ok": ok, "why": why})
 
     tests, first = message["tests"], message["from"]
-    loaded = frames.receive(link.replies, link.longest)
-    failed = loaded.get("failed")
+    failed = link.read_loaded()
     space = Space(link, message["entries"])
     if not failed:
         try:
             exec(compile(message["setup"], "<setup>", "exec"), space)
             for name in message["owned"]:
                 space.pop(name, None)
-        except (frames.Ended, frames.BadMessage):
-            raise
         except Exception as error:
-            failed = ["error", f"the tests' setup: {type(error).__name__}: {error}"]
+            failed = ("error", f"the tests' setup: {type(error).__name__}: {_text_of(error)}")
     for text in tests[first:]:
         ok, why = (False, f"{failed[0]}: {failed[1]}") if failed else _one(text, space, message["entries"])
         say(ok, why)
@@ -247,13 +303,19 @@ def _one(text: str, space: Space, entries: list[str]) -> tuple[bool, str]:
         if _only_defines_check(text):
             space["check"](space[entries[0]])
         return True, "ok"
-    except (frames.Ended, frames.BadMessage):
-        raise
     except AssertionError as error:
-        said = f" ({error})" if str(error) else ""
-        return False, f"wrong: {text.strip()[:200]}{said[:200]}"
+        said = _text_of(error)
+        return False, f"wrong: {text.strip()[:200]}{f' ({said[:200]})' if said else ''}"
     except Exception as error:
-        return False, f"error: {type(error).__name__}: {str(error)[:300]}"
+        return False, f"error: {type(error).__name__}: {_text_of(error)}"
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says. That may be an int too long to be written, or an object of the program, which may raise in its turn."""
+    try:
+        return str(error)[:300]
+    except Exception:
+        return show(error.args[0], 300) if len(error.args) == 1 and type(error.args[0]) is not Remote else "it cannot be written"
 
 
 def _only_defines_check(text: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
@@ -11,7 +10,7 @@ import struct
 import time
 from typing import Any
 
-from rl.sandbox.inside import frames
+from rl.sandbox.inside import frames, replies
 from rl.sandbox.inside.init import below
 
 _TICK = 0.02  # seconds between two counts,
@@ -55,7 +54,14 @@ class Watch:
             self._attend(deadline, ())
 
     def message(self, source: int, deadline: float) -> dict[str, Any]:
-        """The next message from the pipe `source`. Raises Stopped, frames.Ended where the candidate or the pipe ended before."""
+        """The next message from the pipe `source`, as `frame` and with its errors; Stopped("forged") where it is none."""
+        try:
+            return replies.parse(self.frame(source, deadline))
+        except replies.Forged:
+            raise Stopped("forged") from None
+
+    def frame(self, source: int, deadline: float) -> bytes:
+        """The next message from the pipe `source`, unread. Raises Stopped, frames.Ended where the candidate or the pipe ended before."""
         longest = int(self.limits["output_kb"]) << 10
         while True:
             if len(self._waiting) >= _HEAD.size:
@@ -64,13 +70,7 @@ class Watch:
                     raise Stopped("output")
                 if len(self._waiting) >= _HEAD.size + size:
                     body, self._waiting = self._waiting[_HEAD.size : _HEAD.size + size], self._waiting[_HEAD.size + size :]
-                    try:
-                        found = json.loads(body)
-                    except (ValueError, RecursionError):
-                        raise Stopped("forged") from None
-                    if not isinstance(found, dict):
-                        raise Stopped("forged")
-                    return found
+                    return body
             if source in self._attend(deadline, (source,)):
                 part = os.read(source, 1 << 18)
                 if not part:
@@ -80,6 +80,21 @@ class Watch:
             elif self.ended is not None:
                 raise frames.Ended("the candidate ended")
 
+    def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
+        """Writes a message to the pipe `to`, which the candidate may leave unread. Raises Stopped, frames.Ended."""
+        data = memoryview(frames.pack(message))
+        os.set_blocking(to, False)
+        while data:
+            try:
+                data = data[os.write(to, data) :]
+            except BlockingIOError:
+                self._attend(deadline, (), (to,))
+                if self.ended is not None:
+                    raise frames.Ended("the candidate ended") from None
+            except BrokenPipeError as error:
+                self._settle(deadline)
+                raise frames.Ended("the candidate closed its end") from error
+
     def _settle(self, deadline: float) -> None:
         """A candidate that closed its pipe has mostly ended: its status is on its way."""
         soon = min(deadline, time.monotonic() + 0.25)
@@ -87,7 +102,7 @@ class Watch:
             while self.ended is None:
                 self._attend(soon, ())
 
-    def _attend(self, deadline: float, sources: tuple[int, ...]) -> list[Any]:
+    def _attend(self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()) -> list[Any]:
         """Waits for something to happen, a tick at most; reads the streams. Raises Stopped at a limit, Gone."""
         now = time.monotonic()
         if now >= deadline:
@@ -97,7 +112,7 @@ class Watch:
             took = time.monotonic() - now
             self._next_count = now + max(_TICK, _SHARE * took)
         waiting: list[Any] = [*self._open, self.init, self.caller, *sources]
-        ready, _, _ = select.select(waiting, [], [], max(0.0, min(deadline - now, _TICK)))
+        ready, _, _ = select.select(waiting, sinks, [], max(0.0, min(deadline - now, _TICK)))
         for descriptor in [d for d in self._open if d in ready]:
             self._read(descriptor)
         if self.init in ready:

@@ -1,0 +1,93 @@
+"""The messages that a candidate's server sends, and nothing else: `candidate.Server` writes them, whoever reads them reads them here.
+
+Whoever holds the program holds the pipe, so each message is a claim by any sender of any bytes. What is not of these forms is `Forged`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rl.sandbox.inside.display import show
+from rl.sandbox.inside.values import Forged, is_family, is_name
+
+_LONGEST_TEXT = 1000
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a request raised: the class's name, those of its bases, the text."""
+
+    name: str
+    family: list[str]
+    text: str
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a request gave, encoded. `arguments`: those of a call as it left them, encoded; None where the answer has none."""
+
+    value: Any
+    arguments: list[Any] | None
+
+
+def parse(body: bytes | str) -> dict[str, Any]:
+    """Return the JSON object of a frame. Raises Forged."""
+    try:
+        message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Forged(f"no JSON: {str(error)[:100]}") from error
+    if type(message) is not dict:
+        raise Forged(f"a JSON {type(message).__name__}, expected an object")
+    return message
+
+
+def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
+    """Return why the program did not load (load or exit, and a text), None where it did. Raises Forged."""
+    if message == {"loaded": True} and message["loaded"] is True:
+        return None
+    failed = message.get("failed")
+    if message.keys() != {"failed"} or type(failed) is not list or len(failed) != 2:
+        raise Forged(f"not how a program was loaded: {show(message, 80)}")
+    word, text = failed
+    if word not in ("load", "exit") or type(text) is not str or len(text) > _LONGEST_TEXT:
+        raise Forged(f"not how a program was loaded: {show(message, 80)}")
+    return word, text
+
+
+def read_answer(message: dict[str, Any], number: int, arguments: int | None) -> Returned | Raised:
+    """Return the answer to request `number`. `arguments`: how many values were handed to a call, None where the request is no call.
+
+    Only a call that returns None may tell what became of its arguments: any other could change what its value is compared with.
+    Raises Forged.
+    """
+    keys = message.keys()
+    if type(message.get("id")) is not int or message["id"] != number:
+        raise Forged(f"a reply to request {show(message.get('id'), 40)}, expected {number}")
+    if keys == {"id", "raised"}:
+        return _raised(message["raised"])
+    if keys == {"id", "value"}:
+        return Returned(message["value"], None)
+    if keys != {"id", "value", "arguments"}:
+        raise Forged(f"a reply with {show(sorted(keys), 80)}")
+    changed = message["arguments"]
+    if message["value"] is not None or arguments is None or type(changed) is not list or len(changed) != arguments:
+        raise Forged("arguments that this request cannot have changed")
+    return Returned(None, changed)
+
+
+def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Return the name of a tester's function and its encoded arguments. Raises Forged."""
+    if message.keys() != {"call", "arguments"} or type(message["call"]) is not str or type(message["arguments"]) is not list:
+        raise Forged(f"no call of a test's function: {show(message, 80)}")
+    return message["call"], message["arguments"]
+
+
+def _raised(raised: Any) -> Raised:
+    if type(raised) is not list or len(raised) != 3:
+        raise Forged(f"no exception: {show(raised, 80)}")
+    name, family, text = raised
+    if not (is_name(name) and is_family(family) and type(text) is str and len(text) <= _LONGEST_TEXT):
+        raise Forged(f"no exception: {show(raised, 80)}")
+    return Raised(name, family, text)

@@ -1,0 +1,236 @@
+"""Random frames in the place of a candidate's replies: each gets a verdict, soon, and none gets what it has not earned."""
+
+import datetime
+import json
+import math
+import os
+import random
+import time
+from collections import Counter, OrderedDict, deque
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from adversary import adversary
+
+from rl.sandbox import Asserts, Calls, Limits, Sandbox, grading
+from rl.sandbox.inside import tester, values
+
+_TAGS = ["l", "t", "s", "f", "q", "d", "C", "O", "D", "i", "B", "A", "M", "R", "dt", "da", "ti", "c", "r", "type", "ref", "zz", ""]
+_TEXTS = [
+    "", "x", "0x5", "-0x" + "f" * 40, "1e9999999999", "1E+999999", "1/0", "1/3", "-1.5", "NaN", "sNaN", "Infinity", "0" * 30, "int",
+    "eval", "2020-01-01", "2020-01-01T25:00", "9999-12-31T23:59:59.999999+23:59", "00", "zz", "\ud800", "\x00", "é", "call", "None",
+]  # fmt: skip
+_NUMBERS = [0, 1, -1, 5, 2**31, 2**63 - 1, 2**63, -(2**63), 10**25, 0.0, -0.0, 1.5, 1e308, math.inf, -math.inf, math.nan, True, False, None]
+_KEYS = ["id", "value", "arguments", "raised", "call", "loaded", "failed", "ok", "verdicts"]
+
+
+def any_json(draw: random.Random, deep: int = 0):
+    kind = draw.random()
+    if kind < 0.3 or deep > 5:
+        return draw.choice(_NUMBERS)
+    if kind < 0.5:
+        return draw.choice(_TEXTS)
+    if kind < 0.57:
+        return {draw.choice(_KEYS): any_json(draw, deep + 1) for _ in range(draw.randrange(3))}
+    items = [any_json(draw, deep + 1) for _ in range(draw.randrange(4))]
+    return items if kind < 0.62 else [draw.choice(_TAGS), *items]
+
+
+def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
+    """A value of any of the types that travel."""
+    zone = datetime.timezone(datetime.timedelta(minutes=draw.randrange(-700, 700)))
+    scalars = [
+        lambda: None,
+        lambda: draw.random() < 0.5,
+        lambda: draw.randrange(-9, 9),
+        lambda: draw.getrandbits(200),
+        lambda: -draw.getrandbits(70),
+        lambda: draw.gauss(0, 1e6),
+        lambda: draw.choice(["", "a", "é\ud800", "x" * 50]),
+        lambda: draw.randbytes(3),
+        lambda: complex(draw.random(), -1.5),
+        lambda: range(draw.randrange(9), draw.randrange(-9, 1 << 70), draw.choice([-2, 1, 3])),
+        lambda: Decimal(draw.randrange(-999, 999)).scaleb(draw.randrange(-400, 400)),
+        lambda: draw.choice([Decimal("Infinity"), Decimal("-0"), Decimal("1E+5"), Decimal("0E-9")]),
+        lambda: Fraction(draw.randrange(-99, 99), draw.randrange(1, 99)),
+        lambda: datetime.date.fromordinal(draw.randrange(1, 3_000_000)),
+        lambda: datetime.time(draw.randrange(24), 5, 6, draw.randrange(10**6)),
+        lambda: datetime.datetime.fromtimestamp(draw.randrange(10**9), zone),
+        lambda: draw.choice([int, list, type(None)]),
+    ]
+    if deep > 3 or draw.random() < 0.5:
+        return draw.choice(scalars)()
+    items = [plain(draw, deep + 1, hashed) for _ in range(draw.randrange(4))]
+    if hashed:
+        return (
+            draw.choice([tuple, frozenset])(items) if all(not isinstance(item, Decimal) or item == item for item in items) else tuple(items)
+        )
+    keys = [plain(draw, deep + 1, hashed=True) for _ in range(draw.randrange(4))]
+    kinds = [
+        lambda: items,
+        lambda: tuple(items),
+        lambda: deque(items),
+        lambda: bytearray(b"ab"),
+        lambda: set(keys),
+        lambda: dict.fromkeys(keys, items),
+        lambda: OrderedDict.fromkeys(keys, 1),
+        lambda: Counter(keys),
+    ]
+    return draw.choice(kinds)()
+
+
+def mutated(draw: random.Random, value):
+    """Something else in one place of it."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(list(value))
+        return {**value, key: mutated(draw, value[key])}
+    if isinstance(value, list) and len(value) > 0 and draw.random() < 0.8:
+        i, how = draw.randrange(len(value)), draw.random()
+        new = [] if how < 0.2 else [value[i], value[i]] if how < 0.4 else [mutated(draw, value[i])]
+        return [*value[:i], *new, *value[i + 1 :]]
+    return any_json(draw)
+
+
+def frame(draw: random.Random, number: int) -> bytes:
+    """What a candidate could send in reply to request `number`, a call with one argument."""
+    kind = draw.random()
+    if kind < 0.1:
+        return draw.randbytes(draw.randrange(40))
+    if kind < 0.2:
+        return "".join(draw.choices('[]{}",:0123456789eE+-.nulltrueidvalue\\ ', k=draw.randrange(60))).encode()
+    if kind < 0.4:
+        message = {"id": number, "value": any_json(draw)}
+    elif kind < 0.5:
+        message = {"id": number, "value": None, "arguments": [any_json(draw)]}
+    elif kind < 0.6:
+        message = any_json(draw)
+    else:
+        value = values.encode(plain(draw))
+        message = draw.choice([
+            {"id": number, "value": value}, {"id": number, "value": None, "arguments": [["l", value]]},
+            {"id": number, "value": value, "arguments": [value]}, {"id": number, "raised": ["A", ["ValueError", "Exception"], "x"]},
+            {"id": number, "value": ["ref", 3, "class", "A", ["ValueError"], True]}, {"call": "f0", "arguments": [value]},
+        ])  # fmt: skip
+        if draw.random() < 0.7:
+            message = mutated(draw, message)
+    return json.dumps(message).encode()
+
+
+class Claims:
+    """In the place of a job: a candidate's server that answers with the frames of a list, the monitor's part done."""
+
+    def __init__(self, frames: list[str]):
+        self.frames, self.ends = iter(frames), 0
+
+    def ask(self, message, seconds):
+        if message["do"] == "end":
+            self.ends += 1
+            return {"ended": None}
+        return {"reply": next(self.frames), "number": 1, "stdout": "", "stderr": "", "wall_s": 0.0}
+
+
+def check_calls(count: int, seed: int) -> Counter:
+    draw = random.Random(seed)
+    bodies = []
+    while len(bodies) < count:
+        try:
+            bodies.append(frame(draw, 1).decode("utf-8"))  # where it is none, the monitor has said so before
+        except UnicodeDecodeError:
+            continue
+    job, nobody = Claims(bodies), object()
+    words = Counter()
+    start = time.thread_time()
+    tests = Calls("f", [([1], nobody)] * count, compare=draw.choice(["exact", "trimmed", "tokens", "floats", "sets"]))
+    for body, (ok, reason) in zip(bodies, grading.verdicts(job, tests, Limits(total_s=1e6), False), strict=True):
+        assert not ok and len(reason) < 700, (body, reason)
+        reason.encode("utf-8", "surrogatepass")
+        word = reason.split(":")[0]
+        assert word in ("forged", "wrong", "error"), (body, reason)
+        words[word] += 1
+        now = time.thread_time()
+        assert now - start < 2.0, (body, now - start)
+        start = now
+    assert job.ends == words["forged"]
+    return words
+
+
+class Ended(BaseException):
+    """The tester's process is over."""
+
+
+def end(by: str, why: str):
+    raise Ended(by)
+
+
+def check_link(count: int, seed: int) -> Counter:
+    """The tester's end: the argument changes where the frame is what a call that returns None may send, and nowhere else."""
+    draw, words = random.Random(seed), Counter()
+    sink = os.open(os.devnull, os.O_WRONLY)
+    for _ in range(count):
+        body = frame(draw, 1)
+        replies, theirs = os.pipe()
+        os.write(theirs, len(body).to_bytes(8, "big") + body)
+        os.close(theirs)
+        link, argument = tester.Link(sink, replies, 1 << 20, end), [3, 1]
+        link.functions["f0"] = lambda *_: None
+        start = time.thread_time()
+        try:
+            link.ask("call", 0, (argument,))
+            words["value"] += 1
+        except Ended as ended:
+            words[str(ended)] += 1
+        except Exception as error:
+            assert json.loads(body).keys() == {"id", "raised"}, (body, error)
+            words["raised"] += 1
+        finally:
+            os.close(replies)
+        assert time.thread_time() - start < 2.0, body
+        if argument != [3, 1]:
+            message = json.loads(body)
+            assert message.keys() == {"id", "value", "arguments"} and message["value"] is None and len(message["arguments"]) == 1, body
+            words["changed"] += 1
+    os.close(sink)
+    return words
+
+
+def check_values(count: int, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(count):
+        value = plain(draw)
+        back = values.decode(json.loads(json.dumps(values.encode(value))))
+        assert type(back) is type(value) and back == value, value
+        body = json.dumps({"id": 1, "value": values.encode(value)})
+        (verdict,) = grading.verdicts(Claims([body]), Calls("f", [([1], value)], compare=lambda a, b: a == b), Limits(), False)
+        assert verdict == (True, "ok") or "a range over more" in verdict[1] and "range(" in repr(value), (value, verdict)
+
+
+def test_a_hundred_thousand_random_frames():
+    """Half of them read where calls are graded, half where a test's argument could change."""
+    words = check_calls(50_000, 1)
+    assert min(words[word] for word in ("forged", "wrong", "error")) > 500, words
+    words = check_link(50_000, 2)
+    assert min(words[word] for word in ("value", "forged", "raised", "changed")) > 500, words
+
+
+def test_random_values_arrive_as_they_are():
+    check_values(5000, 3)
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_random_bytes_from_the_candidates_process():
+    """The same, sent by an adversary behind the walls: half with their right length before them, half as they are."""
+    draw = random.Random(4)
+    with Sandbox(workers=1, limits=Limits(wall_s=2, cpu_s=5, total_s=120)) as sandbox:
+        for bare in (False, True):
+            raw = [draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3)) for _ in range(60)]
+            raw = [body if body or not bare else b"\x00" * 9 for body in raw]
+            program = adversary(raw, bare)
+            cases = [([i], "never sent") for i in range(len(raw))]
+            asserts = [f"assert f({i}) == 'never sent'" for i in range(len(raw))]
+            for tests in (Calls("f", cases), Asserts("", asserts, "f")):
+                grade = sandbox.grade(program, tests)
+                assert len(grade.passed) == len(raw) and not any(grade.passed)
+                words = Counter(reason.split(":")[0] for reason in grade.reasons)
+                assert words.keys() <= {"forged", "wrong", "error", "output", "timeout"}, words
+                assert words["output" if bare else "forged"] > 5, words
