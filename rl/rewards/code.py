@@ -5,6 +5,7 @@ The reward runs in a worker process as others do, and each worker has a sandbox 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -90,16 +91,20 @@ class CodeTests(_Programs):
     A list of texts is a list of asserts (MBPP's test_list). Other forms are named: {"style": "asserts", "asserts": [...], "setup": "",
     "entry_point": None}, {"style": "dialogues", "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases":
     [[arguments, result], ...]}, {"style": "pytest", "files": {name: text}}; as JSON text too. meta["head"]: what stands before the body
-    of a function (HumanEval). Metrics: correct (every test), format (a program was found), and for "fraction" tests_passed, the share.
+    of a function (HumanEval); its other functions are the tests' setup, unless the tests have one. Metrics: correct (every test), format (a program was found), and for "fraction" tests_passed, the share.
     """
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+        from rl.sandbox import Asserts, helpers_of
+
         language = language_of(meta)
         tests, name = tests_of(meta, language)
         program = program_in(response, self.block, language)
         head = (meta or {}).get("head")
-        if program is not None and isinstance(head, str) and name is not None:
-            program = completed(head, program, name)
+        if isinstance(head, str) and name is not None:
+            program = None if program is None else completed(head, program, name)
+            if isinstance(tests, Asserts) and not tests.setup:
+                tests = dataclasses.replace(tests, setup=helpers_of(head, name))
         return self.graded(program, tests)
 
 

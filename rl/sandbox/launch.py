@@ -60,7 +60,8 @@ def packages() -> str | None:
 def bubblewrap_command(bubblewrap: str, up: set[str], user: int) -> list[str]:
     """The outer walls, up to the program's own words."""
     line = [bubblewrap, "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--unshare-pid"]
-    line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user else ["--unshare-user"]
+    rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in up)]  # the zygote gives them up before its first job
+    line += ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))] if user else ["--unshare-user"]
     if "network" in up:
         line.append("--unshare-net")
     if "environment" in up:

@@ -22,7 +22,7 @@ from rl.sandbox.results import Grade, Limits, Run
 from rl.sandbox.service import Service
 from rl.sandbox.session import Session
 from rl.sandbox.slots import Lost, Slots
-from rl.sandbox.styles import Dialogues, Tests
+from rl.sandbox.styles import Dialogues, Pytest, Tests
 
 _CACHED = 10_000  # grades kept
 
@@ -173,7 +173,8 @@ class Sandbox:
                 _gather(self._service.verdicts(program, tests, limits), found, early_stop)
             else:
                 with self._slots.job(self._job(program, language, None, limits)) as job:
-                    _gather(grading.verdicts(job, tests, limits, early_stop), found, early_stop)
+                    stop = early_stop and not isinstance(tests, Pytest)  # pytest stops by itself
+                    _gather(grading.verdicts(job, tests, limits, early_stop), found, stop)
         except Lost as error:
             found.append((False, f"lost: {error}"))
         stopped = early_stop and bool(found) and not found[-1][0]

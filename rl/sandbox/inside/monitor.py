@@ -127,13 +127,16 @@ class Monitor:
         os.close(self.replies)
         self.requests = self.replies = -1
         found: list[list[Any]] = []
-        by, until = "", start + message["wall_s"]
+        by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
                 verdict = self.watch.message(says, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
-                found.append([verdict["ok"], verdict["why"]])
+                if "collected" in verdict:
+                    collected = int(verdict["collected"])
+                else:
+                    found.append([verdict["ok"], verdict["why"]])
                 until = time.monotonic() + message["wall_s"]
         except Stopped as stopped:
             by = stopped.why
@@ -143,7 +146,7 @@ class Monitor:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(says)
-        return {**self._stop(by), "verdicts": found, "wall_s": time.monotonic() - start}
+        return {**self._stop(by), "verdicts": found, "collected": collected, "wall_s": time.monotonic() - start}
 
     def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
         """Asserts need no file, so theirs can write none; pytest's gets a /tmp of its own."""

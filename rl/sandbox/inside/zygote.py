@@ -35,6 +35,8 @@ def main(control_fd: int, names: str, user: int, sandlock: str = "") -> None:
     for name in _MODULES.split():
         importlib.import_module(name)
     if os.getuid() == 0 and user:
+        if "proc" in up:
+            walls.uncover_proc()
         walls.become(user)
     gc.collect()
     gc.freeze()  # forks then share these pages
