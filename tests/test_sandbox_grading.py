@@ -1,4 +1,4 @@
-"""A grade says no more than what a program did: of those that die midway, replace helpers of the tests, or return almost the right value."""
+"""A grade is what a program earned: also if it dies midway, replaces helpers of the tests, or returns almost the right value."""
 
 import collections
 import json
@@ -55,7 +55,8 @@ def test_a_program_that_dies_in_its_second_test_of_ten_earns_a_tenth(sandbox):
 
 
 def test_a_program_that_ends_while_tests_are_collected_fails(sandbox):
-    at_import = Pytest({"test_it.py": "from solution import f\nFIRST = f(0)\ndef test_a(): assert FIRST == 1\ndef test_b(): assert f(1) == 2\n"})
+    text = "from solution import f\nFIRST = f(0)\ndef test_a(): assert FIRST == 1\ndef test_b(): assert f(1) == 2\n"
+    at_import = Pytest({"test_it.py": text})
     assert sandbox.grade(HONEST, at_import).passed == [True, True]
     for text in ("import os\ndef f(n): os._exit(0)", "def f(n): raise ValueError", "import time\ndef f(n): time.sleep(60)"):
         grade = sandbox.grade(text, at_import, limits=Limits(wall_s=0.5, total_s=2))
@@ -90,7 +91,8 @@ def test_honest_programs_pass_where_helpers_are_the_tests_own(sandbox, number):
 
 def test_helpers_of_a_head():
     assert helpers_of('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""  # nothing that a test could call
-    head = "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def f(x):\n    '''Doc.'''\n\nclass A:\n    pass\n"
+    head = "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def f(x):\n    '''Doc.'''\n"
+    head += "\nclass A:\n    pass\n"
     assert helpers_of(head, "f") == "import math\nN = 3\n@staticmethod\ndef g():\n    return 'é'  # kept\nclass A:\n    pass\n"
     assert helpers_of("def helper(x):\n    return x\n\ndef f(x):\n", "f") == "def helper(x):\n    return x\n"  # a head without a body
     assert helpers_of("no Python at all", "f") == ""
@@ -153,7 +155,8 @@ def test_everything_may_be_imported_from_the_program(sandbox, head, test):
     files = {"test_it.py": f"{head}\n\n{test}\n", "helper.py": "def check(a, b): return a == b\n", "again.py": "from solution import *\n"}
     grade = sandbox.grade(program, Pytest(files))
     assert grade.passed == [True], grade.reasons
-    assert not sandbox.grade("import math\nLIMIT = 0\nclass E(Exception): pass\ndef f(n): return 1\ndef g(x): pass\ndef check(a, b): return True\n", Pytest(files)).all
+    wrong = "import math\nLIMIT = 0\nclass E(Exception): pass\ndef f(n): return 1\ndef g(x): pass\ndef check(a, b): return True\n"
+    assert not sandbox.grade(wrong, Pytest(files)).all
 
 
 # ---------------------------------------------------------------------------------------------------------- comparators

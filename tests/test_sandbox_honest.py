@@ -14,7 +14,9 @@ from rl.sandbox.languages import command_of
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 LIMITS = Limits(wall_s=30.0, cpu_s=10.0, total_s=90.0)
-STAR = {"test_it.py": "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert sorted([f(3), f(1)]) == [2, 10]\n"}
+STAR = {
+    "test_it.py": "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert sorted([f(3), f(1)]) == [2, 10]\n"
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +67,11 @@ def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
         "print(subprocess.run(['cat', '/dev/stdin'], input='x', text=True, capture_output=True).stdout)\n"
     )
     assert sandbox.run(text).stdout == "['self', 'thread-self'] False\n[]\nx\n"
-    written = sandbox.run("import os\nfor name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', 'w').write('0')\n"
-                          "    except OSError: print('refused')")  # fmt: skip
-    assert written.stdout == "refused\nrefused\n", written
+    text = (
+        "for name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', 'w').write('0')\n"
+        "    except OSError: print('refused')\n"
+    )
+    assert sandbox.run(text).stdout == "refused\nrefused\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- packages

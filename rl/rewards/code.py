@@ -100,7 +100,8 @@ class CodeTests(_Programs):
     A list of texts is a list of asserts (MBPP's test_list). Other forms are named: {"style": "asserts", "asserts": [...], "setup": "",
     "entry_point": None}, {"style": "dialogues", "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases":
     [[arguments, result], ...]}, {"style": "pytest", "files": {name: text}}; as JSON text too. meta["head"]: what stands before the body
-    of a function (HumanEval); its other functions are the tests' setup, unless the tests have one. Metrics: correct (every test), format (a program was found), and for "fraction" tests_passed, the share.
+    of a function (HumanEval); its other functions are the tests' setup, unless the tests have one. Metrics: correct (every test), format
+    (a program was found), and for "fraction" tests_passed, the share.
     """
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:

@@ -6,4 +6,18 @@ from rl.sandbox.sandbox import Sandbox
 from rl.sandbox.session import Session, Turn
 from rl.sandbox.styles import Asserts, Calls, Dialogues, Pytest, Tests, helpers_of
 
-__all__ = ["COMPARERS", "Asserts", "Calls", "Dialogues", "Grade", "Limits", "Pytest", "Run", "Sandbox", "Session", "Tests", "Turn", "helpers_of"]
+__all__ = [
+    "COMPARERS",
+    "Asserts",
+    "Calls",
+    "Dialogues",
+    "Grade",
+    "Limits",
+    "Pytest",
+    "Run",
+    "Sandbox",
+    "Session",
+    "Tests",
+    "Turn",
+    "helpers_of",
+]

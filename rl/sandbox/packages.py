@@ -39,7 +39,8 @@ def _places(packages: tuple[str, ...]) -> dict[str, str]:
         distribution = _distribution(name)
         if distribution is None:
             if needed:
-                raise UserError(f"a sandbox is to offer the package {name!r}, which is not installed here: pip install {name}, or leave it out")
+                remedy = f"pip install {name}, or leave it out"
+                raise UserError(f"a sandbox is to offer the package {name!r}, which is not installed here: {remedy}")
             continue
         key = distribution.metadata["Name"].lower()
         if key in seen:
