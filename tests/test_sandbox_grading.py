@@ -105,6 +105,7 @@ def test_a_row_of_humaneval_gives_no_reward_for_a_replaced_helper(tmp_path, numb
     (tmp_path / "human.jsonl").write_text(json.dumps(row) + "\n")
     (problem,) = load_problems(tmp_path / "human.jsonl", split="test")
     reward = resolve_reward("code_tests")
+    assert problem.meta["tests"]["setup"] == helpers_of(head, name) != ""
     rows = [problem.meta, {"head": head, "tests": {"style": "asserts", "asserts": [check], "entry_point": name}}]
     for meta in rows:
         for cheat in [c for c in cheats() if c.name.startswith(f"HumanEval/{number},")]:
@@ -145,6 +146,8 @@ def test_published_problems_with_a_replaced_helper(shared_data):
         ("from solution import *", "def test():\n    def inner(): return f(2)\n    assert inner() == LIMIT"),
         ("from helper import *\nfrom solution import *", "def test(): assert check(f(2), 5)"),
         ("from again import *", "def test(): assert f(2) == LIMIT == 5"),
+        ("from solution import *\nfrom solution import *", "def test(): assert f(2) == 5"),
+        ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),  # which another file has from outside
     ],
 )
 def test_everything_may_be_imported_from_the_program(sandbox, head, test):
@@ -152,7 +155,8 @@ def test_everything_may_be_imported_from_the_program(sandbox, head, test):
         "import math\nLIMIT = 5\nclass E(Exception): pass\n"
         "def f(n): return n * n + 1\ndef g(x):\n    if x == 'x': raise E\n    return [x]\ndef copy(xs): return xs * 2\n"
     )
-    files = {"test_it.py": f"{head}\n\n{test}\n", "helper.py": "def check(a, b): return a == b\n", "again.py": "from solution import *\n"}
+    files = {"test_it.py": f"{head}\n\n{test}\n", "helper.py": "def check(a, b): return a == b\n", "again.py": "from solution import *\n",
+             "other.py": "from helper import *\ndef unused(): check(1, 2)\n"}  # fmt: skip
     grade = sandbox.grade(program, Pytest(files))
     assert grade.passed == [True], grade.reasons
     wrong = "import math\nLIMIT = 0\nclass E(Exception): pass\ndef f(n): return 1\ndef g(x): pass\ndef check(a, b): return True\n"

@@ -88,11 +88,10 @@ def _typed(items: Any) -> set[tuple[type, Any]]:
 
 
 def _near(value: Any, expected: Any) -> bool:
+    """Numbers within the tolerance; an expected integer is also the nearest one to the value, and so equal to a value that is one."""
     numbers = (int, float)
     if isinstance(value, bool) or isinstance(expected, bool) or not (isinstance(value, numbers) and isinstance(expected, numbers)):
         return _equal(value, expected)
-    if isinstance(value, int) and isinstance(expected, int):
-        return value == expected
     try:
         near = value == expected or math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an integer beyond every float

@@ -115,8 +115,6 @@ def _global_names(text: str) -> tuple[set[str], set[str]]:
         inner = tables.pop()
         tables += inner.get_children()
         for symbol in inner.get_symbols():
-            if symbol.is_declared_global() and symbol.is_assigned():
-                bound.add(symbol.get_name())
             if symbol.is_global() or (inner is table and symbol.is_referenced()):
                 used.add(symbol.get_name())
     return used - bound, bound
