@@ -1,5 +1,6 @@
-"""The hostile set (tests/hostile_programs.py) counted by family: rewards, secrets, sandboxes lost, seconds beyond the limit; and how much
-a hostile neighbour slows a program on another worker, against a neighbour that is merely busy.
+"""The hostile set (tests/hostile_programs.py, tests/hostile_grading.py) counted by family: rewards, secrets, sandboxes lost, seconds beyond
+the limit; the honest programs (tests/honest_programs.py); and how much a hostile neighbour slows a program on another worker, against a
+neighbour that is merely busy.
 
     python bench/sandbox_hostile.py --out bench/results/sandbox_hostile.csv
     python bench/sandbox_hostile.py --part neighbours --out bench/results/sandbox_neighbours.csv
@@ -16,6 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from honest_programs import HONEST
+from hostile_grading import FAMILIES as GRADING_FAMILIES
+from hostile_grading import cheats
 from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
 from hostile_replies import IN_PLACE, SORTS
 
@@ -50,11 +54,38 @@ def counted(sandbox: Sandbox) -> list[dict[str, object]]:
                      "rewards": sum(any(g.passed) for _, g in ours), "sandboxes_lost": reasons.count("lost"),
                      "slowest_s": round(slowest, 2), "verdicts": most})  # fmt: skip
         print(rows[-1], flush=True)
-    benign = [grade(sandbox, program, Limits(wall_s=20, cpu_s=10)) for program in BENIGN]
-    slowest = max(g.wall_s for g in benign)
-    rows.append({"family": 0, "name": "benign controls", "programs": len(BENIGN), "texts": len({p.text for p in BENIGN}),
-                 "rewards": sum(g.all for g in benign), "sandboxes_lost": 0, "slowest_s": round(slowest, 2), "verdicts": ""})  # fmt: skip
+    return rows + counted_gradings(sandbox) + [counted_honest(sandbox)]
+
+
+def counted_gradings(sandbox: Sandbox) -> list[dict[str, object]]:
+    """`rewards`: programs with a larger share of their tests than they earn."""
+    rows: list[dict[str, object]] = []
+    for family, name in GRADING_FAMILIES.items():
+        programs = [program for program in cheats() if program.family == family]
+        grades = [sandbox.grade(program.text, program.tests, limits=LIMITS, cache=False) for program in programs]
+        reasons = [reason.split(":")[0] for g in grades for reason in g.reasons]
+        most = ", ".join(f"{word} {reasons.count(word)}" for word in sorted(set(reasons), key=reasons.count, reverse=True))
+        rewards = sum(g.fraction > p.earns for p, g in zip(programs, grades, strict=True))
+        slowest = max(g.wall_s for g in grades)
+        rows.append({"family": family, "name": name, "programs": len(programs), "texts": len({p.text for p in programs}),
+                     "rewards": rewards, "sandboxes_lost": reasons.count("lost"), "slowest_s": round(slowest, 2),
+                     "verdicts": most})  # fmt: skip
+        print(rows[-1], flush=True)
     return rows
+
+
+def counted_honest(sandbox: Sandbox) -> dict[str, object]:
+    limits = Limits(wall_s=20, cpu_s=10)
+    grades = [grade(sandbox, program, limits) for program in BENIGN]
+    for program in HONEST:
+        tests = Dialogues(CASES, language=program.language) if program.style == "dialogue" else STYLES[program.style]
+        grades.append(sandbox.grade(program.text, tests, limits=limits, cache=False))
+    row: dict[str, object] = {
+        "family": 0, "name": "honest programs", "programs": len(grades), "texts": len({p.text for p in (*BENIGN, *HONEST)}),
+        "rewards": sum(g.all for g in grades), "sandboxes_lost": 0, "slowest_s": round(max(g.wall_s for g in grades), 2), "verdicts": "",
+    }  # fmt: skip
+    print(row, flush=True)
+    return row
 
 
 def beside(sandbox: Sandbox, neighbour: str, rounds: int) -> float:

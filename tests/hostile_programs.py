@@ -142,7 +142,7 @@ BOTH = {
     (10, "a namespace by clone"): "import ctypes, os\nr = ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)\nif r == 0: os._exit(0)\n"
     "if r > 0: print('SECRET-reached')",
     (10, "mount"): "import ctypes\nif ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0: print('SECRET-reached')",
-    (10, "unmounts /proc"): "import ctypes, os\nctypes.CDLL(None).umount2(b'/proc', 2)\nif os.path.exists('/proc/self'): print('SECRET-reached')",
+    (10, "unmounts /proc"): "import ctypes, os\nctypes.CDLL(None).umount2(b'/proc', 2)\nif os.path.exists('/proc/meminfo'): print('SECRET-reached')",
     (10, "bpf, perf, userfaultfd"): "import ctypes\nl = ctypes.CDLL(None)\n"
     "for n in (321, 298, 323):\n    if l.syscall(n, 0, ctypes.create_string_buffer(200), 128) >= 0: print('SECRET-reached')",
     (10, "shared memory segments"): "import ctypes\nif ctypes.CDLL(None).shmget(4711, 1 << 20, 0o1666) >= 0: print('SECRET-reached')",

@@ -29,7 +29,7 @@ ESCAPES = {
     "mounts": Escape("import os\nif os.path.exists('/tmp/wsx-left'): print('through')", LEAVE),
     "pid": Escape("import os\ntry: os.kill(1, 0)\nexcept PermissionError: print('through')\nif os.getpid() > 2: print('through')"),
     "ipc": Escape(SYSCALL + "if l.shmget(4711, 100, 0o666) >= 0: print('through')", SYSCALL + "l.shmget(4711, 100, 0o1666)", ("seccomp",)),
-    "proc": Escape("import os\nif [p for p in os.listdir('/proc') if p.isdigit()]: print('through')", "", ()),
+    "proc": Escape("import os\nif os.path.exists('/proc/1') or os.path.exists('/proc/meminfo'): print('through')", "", ()),
     "capabilities": Escape(SYSCALL + "if l.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0: print('through')", "", ("seccomp",)),
     "seccomp": Escape(SYSCALL + "if l.unshare(0x10000000) == 0: print('through')"),
     "limits": Escape("x = []\ntry:\n    for _ in range(600): x.append(open('/dev/null'))\nexcept OSError: pass\nelse: print('through')"),

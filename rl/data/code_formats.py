@@ -19,6 +19,7 @@ from typing import Any
 
 from rl.data.formats import Read, RowFormat
 from rl.data.rows import BadRow, NoColumn
+from rl.sandbox import helpers_of
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
 _TRAIN, _VALIDATION, _TEST, _FEW_SHOT = range(601, 975), range(511, 601), range(11, 511), range(1, 11)
@@ -54,7 +55,8 @@ class MBPP(RowFormat):
 class HumanEval(RowFormat):
     """prompt (a function's head and docstring), canonical_solution (its body), test (`check(candidate)`), entry_point.
 
-    Chen et al. 2021, arXiv 2107.03374. A program that does not define the function is taken for its body.
+    Chen et al. 2021, arXiv 2107.03374. A program that does not define the function is taken for its body. Other functions of the prompt
+    are the tests' own, in their setup: a program that defines them anew changes nothing.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
@@ -63,7 +65,7 @@ class HumanEval(RowFormat):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
         if not _is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
             raise BadRow("'test' is no Python that defines check(candidate)")
-        tests = {"style": "asserts", "setup": "", "asserts": [test], "entry_point": name}
+        tests = {"style": "asserts", "setup": helpers_of(head, name), "asserts": [test], "entry_point": name}
         body = columns.get("canonical_solution")
         solution = head + body if isinstance(body, str) else None
         prompt = f"Complete this function.\n\n```python\n{head.rstrip()}\n```{INSTRUCTION}"
@@ -87,9 +89,10 @@ class APPS(RowFormat):
         else:
             if not isinstance(function, str) or not function.isidentifier() or not all(isinstance(given, list) for given in inputs):
                 raise BadRow(f"'input_output' calls {str(function)[:40]!r} with what are no lists of arguments")
-            # a result stands in a list of its own: [12] for 12, and [[1, 2]] for [1, 2]
-            single = [wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted for wanted in outputs]
-            tests = _calls(function, [list(case) for case in zip(inputs, single, strict=True)])
+            # Some problems have each result in a list of its own: [12] for 12, and [[1, 2]] for [1, 2].
+            wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs)
+            results = [wanted[0] for wanted in outputs] if wrapped else outputs
+            tests = _calls(function, [list(case) for case in zip(inputs, results, strict=True)])
         solutions = _json(columns, "solutions", list) if columns.get("solutions") else []
         solution = next((text for text in solutions if isinstance(text, str) and text.strip()), None)
         prompt = _asked(asked, columns.get("starter_code"), function)

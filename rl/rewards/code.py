@@ -5,9 +5,10 @@ The reward runs in a worker process as others do, and each worker has a sandbox 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl.errors import UserError
@@ -39,17 +40,26 @@ class _Programs(Starts):
 
     score: "all" gives 1 where every test passes, "fraction" the share that do. block: "fenced" takes the last ``` block of a response
     and charges 0.1 where there is none; "any" takes a response without one as it is. sandbox: its kind ("auto": the strongest that this
-    host has). seconds: of all tests of an answer together; one has three quarters of them.
+    host has). seconds: of all tests of an answer together; one has three quarters of them. packages: that programs may import besides
+    the standard library (None: numpy where it is installed).
     """
 
-    def __init__(self, *, score: Score = "all", block: Block = "fenced", sandbox: str = "auto", seconds: float = 8.0):
+    def __init__(
+        self,
+        *,
+        score: Score = "all",
+        block: Block = "fenced",
+        sandbox: str = "auto",
+        seconds: float = 8.0,
+        packages: Sequence[str] | None = None,
+    ):
         if score not in ("all", "fraction"):
             raise UserError(f"score is 'all' or 'fraction', got {score!r}")
         if block not in ("fenced", "any"):
             raise UserError(f"block is 'fenced' or 'any', got {block!r}")
         if not seconds > 0:
             raise UserError(f"seconds is a positive number, got {seconds}")
-        self.score, self.block, self.mode, self.seconds = score, block, sandbox, seconds
+        self.score, self.block, self.mode, self.seconds, self.packages = score, block, sandbox, seconds, packages
         self._sandbox: Sandbox | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,7 +72,7 @@ class _Programs(Starts):
     def sandbox(self) -> Sandbox:
         """Raises UserError where this host has none of the kind, with the remedy."""
         if self._sandbox is None:
-            self._sandbox = make_sandbox(self.mode, self.seconds)
+            self._sandbox = make_sandbox(self.mode, self.seconds, self.packages)
         return self._sandbox
 
     def graded(self, program: str | None, tests: Tests) -> RewardResult:
@@ -90,16 +100,21 @@ class CodeTests(_Programs):
     A list of texts is a list of asserts (MBPP's test_list). Other forms are named: {"style": "asserts", "asserts": [...], "setup": "",
     "entry_point": None}, {"style": "dialogues", "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases":
     [[arguments, result], ...]}, {"style": "pytest", "files": {name: text}}; as JSON text too. meta["head"]: what stands before the body
-    of a function (HumanEval). Metrics: correct (every test), format (a program was found), and for "fraction" tests_passed, the share.
+    of a function (HumanEval); its other functions are the tests' setup, unless the tests have one. Metrics: correct (every test), format
+    (a program was found), and for "fraction" tests_passed, the share.
     """
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+        from rl.sandbox import Asserts, helpers_of
+
         language = language_of(meta)
         tests, name = tests_of(meta, language)
         program = program_in(response, self.block, language)
         head = (meta or {}).get("head")
-        if program is not None and isinstance(head, str) and name is not None:
-            program = completed(head, program, name)
+        if isinstance(head, str) and name is not None:
+            program = None if program is None else completed(head, program, name)
+            if isinstance(tests, Asserts) and not tests.setup:
+                tests = dataclasses.replace(tests, setup=helpers_of(head, name))
         return self.graded(program, tests)
 
 
@@ -120,11 +135,12 @@ class CodeOutput(_Programs):
         return self.graded(program_in(response, self.block, language), tests)
 
 
-def make_sandbox(mode: str, seconds: float) -> Sandbox:
+def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = None) -> Sandbox:
     """A sandbox for one program at a time. Raises UserError where this host has none of the kind, with the remedy."""
     from rl.sandbox import Limits, Sandbox
 
-    return Sandbox(mode=mode, limits=Limits(wall_s=0.75 * seconds, cpu_s=0.75 * seconds, total_s=seconds), workers=1)
+    limits = Limits(wall_s=0.75 * seconds, cpu_s=0.75 * seconds, total_s=seconds)
+    return Sandbox(mode=mode, limits=limits, workers=1, packages=packages)
 
 
 def language_of(meta: Mapping[str, Any] | None) -> str:
@@ -136,6 +152,7 @@ def language_of(meta: Mapping[str, Any] | None) -> str:
 def program_in(response: str, block: Block, language: str = "python") -> str | None:
     """The last whole fenced block of this language (or of none named); else the response itself for "any", None for "fenced"."""
     names = _NAMES.get(language, (language, ""))
+    response = response.removeprefix("\ufeff")
     found: str | None = None
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(response):
@@ -143,7 +160,7 @@ def program_in(response: str, block: Block, language: str = "python") -> str | N
             opened = fence
         elif fence.group(1).startswith(opened.group(1)) and not fence.group(2):
             if opened.group(2).lower() in names:
-                found = response[opened.end() + 1 : fence.start()]
+                found = response[opened.end() + 1 : fence.start()].removeprefix("\ufeff")
             opened = None
     if found is not None or block == "fenced":
         return found

@@ -97,7 +97,8 @@ def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
 
 def reward_of(data: DataSettings) -> str | Reward | None:
     """What scores answers: one reward, or the weighted sum of several; those of programs with their settings."""
-    programs = {"block": data.code_block, "sandbox": data.sandbox, "seconds": 0.8 * data.reward_timeout}
+    seconds = 0.8 * data.reward_timeout
+    programs = {"block": data.code_block, "sandbox": data.sandbox, "seconds": seconds, "packages": data.sandbox_packages}
     own = {"code_tests": {**programs, "score": data.code_score}, "code_output": programs}
     if data.rewards:
         weights = dict(data.rewards)
@@ -107,12 +108,12 @@ def reward_of(data: DataSettings) -> str | Reward | None:
 
 def sandbox_kind(reward: str | Reward, data: DataSettings) -> str | None:
     """The kind of sandbox that programs would run in; None where none are run. UserError where this host has none of it."""
-    return _kind(data.sandbox) if resolve_reward(reward).runs_programs else None
+    return _kind(data.sandbox, data.sandbox_packages) if resolve_reward(reward).runs_programs else None
 
 
 @cache
-def _kind(mode: str) -> str:
-    with code.make_sandbox(mode, 1.0) as found:
+def _kind(mode: str, packages: tuple[str, ...]) -> str:
+    with code.make_sandbox(mode, 1.0, packages) as found:
         return found.kind
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 TOLERANCE = 1e-6  # of floats, relative and absolute
 _DEEPEST = 200
+_COLLECTIONS = (list, tuple, set, frozenset, deque)
 
 
 def exact(value: Any, expected: Any) -> bool:
     """Equal with equal types of numbers and containers, but a tuple is as good as a list. Of texts: character by character."""
-    return _same(value, expected, lambda a, b: type(a) is type(b) and a == b)
+    return _same(value, expected, _equal)
 
 
 def trimmed(value: Any, expected: Any) -> bool:
@@ -31,7 +33,8 @@ def tokens(value: Any, expected: Any) -> bool:
 
 
 def floats(value: Any, expected: Any) -> bool:
-    """As tokens, but two numbers are equal within 1e-6, relative or absolute; ints and floats alike."""
+    """As tokens, but a float is equal to a number within 1e-6, relative or absolute. Integers are equal or not; a float in place of an
+    expected integer has to be nearest to it as well."""
     if isinstance(value, str) and isinstance(expected, str):
         ours, theirs = value.split(), expected.split()
         return len(ours) == len(theirs) and all(a == b or _near_texts(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -39,21 +42,18 @@ def floats(value: Any, expected: Any) -> bool:
 
 
 def sets(value: Any, expected: Any) -> bool:
-    """In any order: lines of texts, items of a list (each as often)."""
+    """In any order: lines of texts, items of a list, tuple, set or deque (each as often)."""
     if isinstance(value, str) and isinstance(expected, str):
         return sorted(line.split() for line in _lines(value)) == sorted(line.split() for line in _lines(expected))
-    if isinstance(value, Mapping) or isinstance(expected, Mapping):
+    if not (isinstance(value, _COLLECTIONS) and isinstance(expected, _COLLECTIONS)):
         return exact(value, expected)
-    try:
-        left = list(expected)
-        for item in value:
-            found = next((i for i, other in enumerate(left) if exact(item, other)), None)
-            if found is None:
-                return False
-            left.pop(found)
-    except TypeError:
-        return exact(value, expected)
-    return not left
+    rest = list(expected)
+    for item in value:
+        match = next((i for i, other in enumerate(rest) if exact(item, other)), None)
+        if match is None:
+            return False
+        rest.pop(match)
+    return not rest
 
 
 COMPARERS: dict[str, Callable[[Any, Any], bool]] = {"exact": exact, "trimmed": trimmed, "tokens": tokens, "floats": floats, "sets": sets}
@@ -72,23 +72,41 @@ def _same(a: Any, b: Any, equal: Callable[[Any, Any], bool], deep: int = 0) -> b
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_same(x, y, equal, deep + 1) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key], equal, deep + 1) for key in a)
+        return _typed(a) == _typed(b) and all(_same(a[key], b[key], equal, deep + 1) for key in a)
     return equal(a, b)
 
 
-def _near(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, set | frozenset) and type(a) is type(b):
+        return _typed(a) == _typed(b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _typed(items: Any) -> set[tuple[type, Any]]:
+    """With their types, since 1, 1.0 and True are the same item of a set and the same key."""
+    return {(type(item), item) for item in items}
+
+
+def _near(value: Any, expected: Any) -> bool:
+    """Numbers within the tolerance; an expected integer is also the nearest one to the value, and so equal to a value that is one."""
     numbers = (int, float)
-    if isinstance(a, bool) or isinstance(b, bool) or not (isinstance(a, numbers) and isinstance(b, numbers)):
-        return type(a) is type(b) and bool(a == b)
+    if isinstance(value, bool) or isinstance(expected, bool) or not (isinstance(value, numbers) and isinstance(expected, numbers)):
+        return _equal(value, expected)
     try:
-        return a == b or math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:
+        near = value == expected or math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer beyond every float
         return False
+    return near and (isinstance(expected, float) or round(value) == expected)
 
 
 # A number as programs print it; float() itself takes "nan", "1_0" and more.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,300}\Z", re.ASCII)  # a longer one is beyond every float
 
 
-def _near_texts(a: str, b: str) -> bool:
-    return bool(_NUMBER.match(a) and _NUMBER.match(b)) and _near(float(a), float(b))
+def _near_texts(value: str, expected: str) -> bool:
+    """Numbers of which one is written as a float. Two integers are equal as texts, which the caller has compared."""
+    if not (_NUMBER.match(value) and _NUMBER.match(expected)) or (value.lstrip("+-").isdigit() and expected.lstrip("+-").isdigit()):
+        return False
+    a, b = (int(text) if _INTEGER.match(text) else float(text) for text in (value, expected))
+    return not math.isinf(a) and not math.isinf(b) and _near(a, b)

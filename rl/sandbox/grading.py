@@ -169,11 +169,15 @@ def asserts(job: Job, tests: Asserts, limits: Limits, early_stop: bool) -> Itera
 
 
 def pytest(job: Job, tests: Pytest, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
-    """As many verdicts as there are test functions. A candidate that is lost fails the tests that are left."""
+    """A verdict for each test that pytest collected; one failed verdict if it collected none. A candidate that is lost fails the test it
+    was lost in and the tests after it."""
     message = {"do": "tests", "files": dict(tests.files), "module": tests.module, "packages": PACKAGES, "early_stop": early_stop}
     reply = job.ask({**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s}, limits.total_s)
-    for ok, why in reply["verdicts"]:
-        yield bool(ok), str(why)
+    passed = [(bool(ok), str(why)) for ok, why in reply["verdicts"]]
+    rest = "skipped" if early_stop else "error: not run"
     if reply["by"]:
         by = "" if reply["by"] == "tester" else reply["by"]
-        yield _ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict")
+        passed.append(_ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict"))
+        rest = f"{passed[-1][1].partition(':')[0]}: not run, the program had ended"
+    yield from passed
+    yield from [(False, rest)] * (reply["collected"] - len(passed))

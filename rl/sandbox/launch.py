@@ -21,7 +21,12 @@ _START_SECONDS = 30.0
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _HERE = Path(__file__).resolve().parent / "inside"
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+# One arena for all threads: each further one reserves 64 MB of addresses, which count against a run's memory. One thread for BLAS, as
+# a run has one core.
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+    "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+}  # fmt: skip
 
 
 def find_bubblewrap() -> str | None:
@@ -57,10 +62,11 @@ def packages() -> str | None:
     return str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
 
 
-def bubblewrap_command(bubblewrap: str, up: set[str], user: int) -> list[str]:
-    """The outer walls, up to the program's own words."""
+def bubblewrap_command(bubblewrap: str, up: set[str], user: int, places: Mapping[str, str] | None = None) -> list[str]:
+    """The outer walls, up to the program's own words. `places`: files and folders that programs may import, by name."""
     line = [bubblewrap, "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--unshare-pid"]
-    line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user else ["--unshare-user"]
+    rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in up)]  # the zygote gives them up before its first job
+    line += ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))] if user else ["--unshare-user"]
     if "network" in up:
         line.append("--unshare-net")
     if "environment" in up:
@@ -85,16 +91,26 @@ def bubblewrap_command(bubblewrap: str, up: set[str], user: int) -> list[str]:
     else:
         folder = code_folder(up)
         line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder), *_bound(str(_HERE), f"{folder}/rl/sandbox/inside")]
+    for name, place in (places or {}).items():
+        line += _bound(place, f"{importable(code_folder(up))}/{name}")
     line += ["--proc", "/proc", "--dev", "/dev", "--perms", "0777", "--tmpfs", "/tmp", "--perms", "0777", "--tmpfs", "/dev/shm"]
     return [*line, "--remount-ro", "/", "--chdir", "/"] if "root" in up else [*line, "--chdir", "/"]
 
 
-def source_folder() -> str:
-    """A folder in which what runs inside is found by its name, and nothing else of this project."""
+def source_folder(places: Mapping[str, str]) -> str:
+    """A folder in which what runs inside is found by its name, and `places` as in `bubblewrap_command`; nothing else of this project."""
     folder = tempfile.mkdtemp(prefix="sandbox-")
     os.makedirs(f"{folder}/rl/sandbox")
     os.symlink(_HERE, f"{folder}/rl/sandbox/inside")
+    os.makedirs(importable(folder))
+    for name, place in places.items():
+        os.symlink(place, f"{importable(folder)}/{name}")
     return folder
+
+
+def importable(code: str) -> str:
+    """The folder of the packages that programs may import, where the zygote's code is in the folder `code`."""
+    return f"{code}/importable"
 
 
 def code_folder(up: set[str]) -> str:
@@ -109,7 +125,7 @@ def _bound(place: str, inside: str) -> list[str]:
 
 
 def zygote_command(control: int, up: set[str], user: int, code: str = INSIDE, sandlock: str = "") -> list[str]:
-    start = f"main({control}, {','.join(sorted(up))!r}, {user}, {sandlock!r})"
+    start = f"main({control}, {','.join(sorted(up))!r}, {user}, {importable(code)!r}, {sandlock!r})"
     program = f"import sys; sys.path.insert(0, {code!r}); from rl.sandbox.inside.zygote import main; {start}"
     return [interpreter(), "-s", "-S", "-P", "-B", "-c", program]
 

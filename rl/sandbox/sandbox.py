@@ -18,12 +18,13 @@ from rl.sandbox import grading
 from rl.sandbox.inside.display import make_printable
 from rl.sandbox.languages import LANGUAGES, command_of
 from rl.sandbox.launch import Zygote
+from rl.sandbox.packages import default_packages
 from rl.sandbox.probe import find
 from rl.sandbox.results import Grade, Limits, Run
 from rl.sandbox.service import Service
 from rl.sandbox.session import Session
 from rl.sandbox.slots import Lost, Slots
-from rl.sandbox.styles import Dialogues, Tests
+from rl.sandbox.styles import Dialogues, Pytest, Tests
 
 _CACHED = 10_000  # grades kept
 
@@ -44,18 +45,30 @@ class Sandbox:
     `kind` says what was found. Close it, or use it in a `with`; one whose process is killed leaves nothing behind either.
     """
 
-    def __init__(self, mode: str = "auto", limits: Limits | None = None, workers: int | None = None, *, without: Sequence[str] = ()):
-        """`without`: walls to leave out, for tests of the others."""
+    def __init__(
+        self,
+        mode: str = "auto",
+        limits: Limits | None = None,
+        workers: int | None = None,
+        *,
+        packages: Sequence[str] | None = None,
+        without: Sequence[str] = (),
+    ):
+        """`packages`: installed packages that programs may import besides the standard library, each with what it requires; by default
+        numpy where it is installed. `without`: walls to leave out, for tests of the others."""
         if workers is not None and workers < 1:
             raise UserError(f"a sandbox has at least 1 worker, got {workers}")
         self.limits = limits or Limits()
         self.workers = workers or len(os.sched_getaffinity(0))
         self._service = Service(mode) if mode.startswith(("http://", "https://")) else None
+        self.packages = default_packages() if packages is None else tuple(packages)
         if self._service is not None:
+            if packages is not None and self.packages != default_packages():
+                raise UserError(f"a service offers packages of its own: leave out packages={self.packages!r}, or install them there")
             self._service.probe()
             self.kind, self._slots = self._service.kind, Slots(_no_zygote, 0)
         else:
-            found = find(mode, without)
+            found = find(mode, without, self.packages)
             self.kind, self._slots = found.kind, Slots(found.start, self.workers)
         self._sessions = 0
         self._lock = threading.Lock()
@@ -174,7 +187,8 @@ class Sandbox:
                 _gather(self._service.verdicts(program, tests, limits), found, early_stop)
             else:
                 with self._slots.job(self._job(program, language, None, limits)) as job:
-                    _gather(grading.verdicts(job, tests, limits, early_stop), found, early_stop)
+                    stop = early_stop and not isinstance(tests, Pytest)  # pytest stops by itself
+                    _gather(grading.verdicts(job, tests, limits, early_stop), found, stop)
         except Lost as error:
             found.append((False, f"lost: {error}"))
         stopped = early_stop and bool(found) and not found[-1][0]

@@ -12,6 +12,7 @@ from rl.errors import UserError
 from rl.sandbox.compare import COMPARERS
 
 Compare = str | Callable[[Any, Any], bool]
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,30 @@ Tests = Asserts | Dialogues | Calls | Pytest
 def _known(compare: Compare) -> None:
     if isinstance(compare, str) and compare not in COMPARERS:
         raise UserError(f"compare={compare!r} is unknown: one of {', '.join(COMPARERS)}, or a function of (value, expected)")
+
+
+def helpers_of(head: str, entry_point: str) -> str:
+    """Return the source of `head` without the function `entry_point`, as a setup for its tests; "" if no function or class remains.
+
+    A program that has to repeat the head's helpers could replace them: in a setup they are the tests' own.
+    """
+    tree = _parsed(head)
+    rest = [node for node in tree.body if getattr(node, "name", None) != entry_point]
+    if not any(isinstance(node, _DEFINITIONS) for node in rest):
+        return ""
+    lines = head.split("\n")
+    parts = []
+    for node in rest:
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        parts.append("\n".join(lines[first - 1 : node.end_lineno]) + "\n")
+    return "".join(parts)
+
+
+def _parsed(head: str) -> ast.Module:
+    """`head` as Python; its last function may lack a body. An empty module if it is no Python."""
+    for text in (head, f"{head.rstrip()} pass"):
+        try:
+            return ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue
+    return ast.Module(body=[], type_ignores=[])

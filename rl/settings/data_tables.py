@@ -76,6 +76,8 @@ class DataSettings:
     """Environment variables that rewards get as well (NAME or PREFIX*): by default PATH, HOME, LANG, PYTHON*, OMP_* and the like, no keys or tokens, no GPU."""
     sandbox: str = "auto"
     """Where code_tests and code_output run programs: bubblewrap, sandlock, a service's URL, or a weaker kind by its name; auto: the strongest that this host has, refused where it has none."""
+    sandbox_packages: tuple[str, ...] = ("numpy",)
+    """Installed packages that programs may import besides Python's standard library, each with what it requires."""
     code_score: Literal["all", "fraction"] = "all"
     """code_tests: 1 where every test passes, or the share of tests that do."""
     code_block: Literal["fenced", "any"] = "fenced"
@@ -103,7 +105,7 @@ class DataSettings:
         if not self.curriculum_down < self.curriculum_up:
             raise ValueError(f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}")
         programs = any(name.startswith("code_") or ":" in name for name in (dict(self.rewards) or {self.reward or "": 1}))
-        only_with(self, ("code_score", "code_block"), programs, "no reward runs programs", "set reward to code_tests")
+        only_with(self, ("code_score", "code_block", "sandbox_packages"), programs, "no reward runs programs", "set reward to code_tests")
         if self.rewards:
             only_with(self, ("reward",), False, "rewards stands in its place", "add it to rewards with its weight")
         only_with(self, ("curriculum_steps",), self.curriculum == "steps", f"curriculum is {self.curriculum}", "set curriculum to steps")

@@ -8,6 +8,7 @@ import builtins
 import io
 import linecache
 import os
+import site
 import sys
 import threading
 import traceback
@@ -18,6 +19,7 @@ from typing import Any
 from rl.sandbox.inside import frames, values
 
 FILE = "main.py"
+_BYTE_ORDER_MARK = "\ufeff"  # which Python passes over at the beginning of a file
 _LOAD_FAILED, _EXITED = "load", "exit"
 
 
@@ -46,16 +48,19 @@ def prepare(name: str, source: str) -> types.ModuleType:
     sys.path.insert(0, os.getcwd())
     sys.argv = [FILE]
     sys.set_int_max_str_digits(0)
+    site.setquit()  # exit() and quit(), which a program may call although they are meant for people
+    site.sethelper()
     module = types.ModuleType(name)
     module.__file__ = os.path.join(os.getcwd(), FILE)
     module.__dict__["__builtins__"] = builtins
-    sys.modules[name] = module
+    sys.modules[name] = sys.modules["__main__"] = module  # which doctest and multiprocessing look for
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(True), module.__file__)
     return module
 
 
 def run_script(source: str) -> int:
     """As `python main.py`: its exit code."""
+    source = source.removeprefix(_BYTE_ORDER_MARK)
     module = prepare("__main__", source)
     code = 0
     try:
@@ -73,7 +78,7 @@ def finish(code: int) -> int:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
         atexit._run_exitfuncs()
-        if sys.stdout is not None:
+        if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except BaseException:
         code = code or 1
@@ -101,7 +106,7 @@ class Server:
     """Answers requests about one program's objects: calls, attributes, items, iteration. References are numbers of this table."""
 
     def __init__(self, source: str, requests: int, replies: int, longest: int):
-        self.source, self.requests, self.replies, self.longest = source, requests, replies, longest
+        self.source, self.requests, self.replies, self.longest = source.removeprefix(_BYTE_ORDER_MARK), requests, replies, longest
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.space: dict[str, Any] = {}
@@ -229,7 +234,7 @@ def run_cell(code: str, space: dict[str, Any]) -> str | None:
     """One turn of a session: run in `space`, the repr of a last expression; a traceback goes to stderr."""
     space["__name__"] = "__main__"
     try:
-        tree = ast.parse(code)
+        tree = ast.parse(code.removeprefix(_BYTE_ORDER_MARK))
         last = tree.body[-1] if tree.body else None
         if not isinstance(last, ast.Expr):
             exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)

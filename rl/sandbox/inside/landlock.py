@@ -22,5 +22,7 @@ def load(folder: str) -> None:
 def confine(folder: str) -> None:
     """This process and all it starts, for good: reads the system and the interpreter, writes in `folder`."""
     sandlock: Any = sys.modules["sandlock"]
-    readable = [place for place in (*_READABLE, os.path.realpath(sys.base_prefix)) if os.path.exists(place)]
+    packages = os.environ["PYTHONPATH"]
+    importable = [packages, *(os.path.realpath(entry.path) for entry in os.scandir(packages))]
+    readable = [place for place in (*_READABLE, *importable, os.path.realpath(sys.base_prefix)) if os.path.exists(place)]
     sandlock.confine(sandlock.Sandbox(fs_readable=readable, fs_writable=[folder]))

@@ -128,7 +128,7 @@ class Monitor:
         os.close(self.replies)
         self.requests = self.replies = -1
         found: list[list[Any]] = []
-        by, until = "", start + message["wall_s"]
+        by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
                 verdict = self.watch.message(says, min(until, start + message["total_s"]))
@@ -137,7 +137,10 @@ class Monitor:
                 if "by" in verdict:  # the candidate broke the protocol: the tester ended itself
                     by = verdict["by"]
                     break
-                found.append([verdict["ok"], verdict["why"]])
+                if "collected" in verdict:
+                    collected = int(verdict["collected"])
+                else:
+                    found.append([verdict["ok"], verdict["why"]])
                 until = time.monotonic() + message["wall_s"]
         except Stopped as stopped:
             by = stopped.why
@@ -147,7 +150,7 @@ class Monitor:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(says)
-        return {**self._stop(by), "verdicts": found, "wall_s": time.monotonic() - start}
+        return {**self._stop(by), "verdicts": found, "collected": collected, "wall_s": time.monotonic() - start}
 
     def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
         """Asserts need no file, so theirs can write none; pytest's gets a /tmp of its own."""

@@ -16,7 +16,7 @@ ALL = ("user", "pid", "ipc", "mounts", "proc", "capabilities", "seccomp", "limit
 WITHIN_USER = ("pid", "ipc", "mounts", "proc")
 _CLONE = {"mounts": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000}
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
-_MS_NOSUID, _MS_NODEV, _MS_RDONLY = 2, 4, 1
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MNT_DETACH = 1, 2, 4, 8, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SUBREAPER = 1, 4, 24, 38, 36
 libc: Any = ctypes.PyDLL(None, use_errno=True)
 
@@ -71,20 +71,42 @@ def settle(walls: set[str], user: int, group: int) -> None:
 
 
 def mount_private(walls: set[str], megabytes: int, files: int) -> None:
-    """An own /tmp and /dev/shm, which are memory and go with the run, and no /proc."""
+    """An own /tmp and /dev/shm, which are memory and go with the run, and an own /proc."""
     if "mounts" not in walls:
         return
     options = f"size={megabytes}m,nr_inodes={files + 1},mode=0700"
     for place in ("/tmp", "/dev/shm"):
         mount(place, options)
     if "proc" in walls:
+        mount_own_proc()
+
+
+def mount_own_proc() -> None:
+    """Mount a read-only /proc that shows a program its own processes alone: /dev/stdin and /dev/fd lead there.
+
+    It is empty instead where the kernel refuses one: where something lies over parts of every /proc that can be seen.
+    """
+    try:
+        mount("/proc", "hidepid=ptraceable,subset=pid", _MS_RDONLY | _MS_NOEXEC, "proc")
+    except OSError:
         mount("/proc", "size=4k,nr_inodes=1,mode=0500", _MS_RDONLY)
 
 
-def mount(place: str, options: str, flags: int = 0) -> None:
-    if libc.mount(b"tmpfs", place.encode(), b"tmpfs", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | flags), options.encode()) != 0:
+def uncover_proc() -> None:
+    """Take away what bubblewrap laid over parts of /proc, so that a run may mount a /proc of its own. Needs CAP_SYS_ADMIN."""
+    with open("/proc/self/mountinfo") as file:
+        places = [line.split()[4] for line in file]
+    for place in [place for place in places if place.startswith("/proc/")]:
+        if libc.umount2(place.encode(), _MNT_DETACH) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"{place} cannot be unmounted: {os.strerror(code)}")
+
+
+def mount(place: str, options: str, flags: int = 0, kind: str = "tmpfs") -> None:
+    flags |= _MS_NOSUID | _MS_NODEV
+    if libc.mount(kind.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"no tmpfs at {place}: {os.strerror(code)}")
+        raise OSError(code, f"no {kind} at {place}: {os.strerror(code)}")
 
 
 def drop_capabilities() -> None:

@@ -23,8 +23,9 @@ _MODULES = (
 )
 
 
-def main(control_fd: int, names: str, user: int, sandlock: str = "") -> None:
-    """`names`: the walls, with commas between. `user`: whom root becomes. `sandlock`: the folder that the package lies in."""
+def main(control_fd: int, names: str, user: int, importable: str, sandlock: str = "") -> None:
+    """`names`: the walls, with commas between. `user`: whom root becomes. `importable`: the folder of packages that programs may import.
+    `sandlock`: the folder that the package lies in."""
     control = socket.socket(fileno=control_fd)
     up = set(names.split(","))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -34,7 +35,11 @@ def main(control_fd: int, names: str, user: int, sandlock: str = "") -> None:
         landlock.load(sandlock)
     for name in _MODULES.split():
         importlib.import_module(name)
+    sys.path.append(importable)
+    os.environ["PYTHONPATH"] = importable  # for an interpreter that a program starts
     if os.getuid() == 0 and user:
+        if "proc" in up:
+            walls.uncover_proc()
         walls.become(user)
     gc.collect()
     gc.freeze()  # forks then share these pages

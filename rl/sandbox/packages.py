@@ -1,0 +1,70 @@
+"""Installed packages that programs may import besides the standard library."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path
+
+from rl.errors import UserError
+
+DEFAULT_PACKAGES = ("numpy",)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def default_packages() -> tuple[str, ...]:
+    """Return those of DEFAULT_PACKAGES that are installed."""
+    return tuple(name for name in DEFAULT_PACKAGES if importlib.util.find_spec(name) is not None)
+
+
+def package_places(packages: Sequence[str]) -> dict[str, str]:
+    """Return the files and folders of `packages` and of what they require: their paths by the names that they are imported by.
+
+    Raises UserError if a package is not installed for this interpreter.
+    """
+    return dict(_places(tuple(packages)))
+
+
+@cache
+def _places(packages: tuple[str, ...]) -> dict[str, str]:
+    places: dict[str, str] = {}
+    seen: set[str] = set()
+    waiting = [(name, True) for name in packages]
+    while waiting:
+        name, needed = waiting.pop()
+        distribution = _distribution(name)
+        if distribution is None:
+            if needed:
+                remedy = f"pip install {name}, or leave it out"
+                raise UserError(f"a sandbox is to offer the package {name!r}, which is not installed here: {remedy}")
+            continue
+        key = distribution.metadata["Name"].lower()
+        if key in seen:
+            continue
+        seen.add(key)
+        places |= _files(distribution)
+        required = [text for text in distribution.requires or [] if "extra" not in text.partition(";")[2]]
+        waiting += [(match.group(), False) for text in required if (match := _NAME.match(text)) is not None]
+    return places
+
+
+def _distribution(name: str) -> Distribution | None:
+    """By its own name (scikit-learn), or by the name that it is imported by (sklearn)."""
+    if _NAME.fullmatch(name) is None:
+        raise UserError(f"a sandbox's packages are names such as numpy, got {name!r}")
+    try:
+        return importlib.metadata.distribution(name)
+    except PackageNotFoundError:
+        owners = importlib.metadata.packages_distributions().get(name)
+        return importlib.metadata.distribution(owners[0]) if owners else None
+
+
+def _files(distribution: Distribution) -> dict[str, str]:
+    """What the distribution put into its site-packages: the first part of each path."""
+    first = {file.parts[0] for file in distribution.files or [] if file.suffix != ".pth"} - {"..", "__pycache__"}
+    places = {name: Path(str(distribution.locate_file(name))).resolve() for name in first}
+    return {name: str(place) for name, place in places.items() if place.exists()}

@@ -1,0 +1,154 @@
+"""Honest programs get their reward, whatever they use: input of any kind, threads, recursion, packages, four languages."""
+
+import importlib.util
+
+import pytest
+from honest_programs import HONEST, Honest
+from hostile_programs import ASSERTS, BENIGN, CALLS, CASES
+
+from rl.errors import UserError
+from rl.rewards import code, resolve_reward
+from rl.sandbox import Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
+from rl.sandbox.languages import command_of
+
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
+LIMITS = Limits(wall_s=30.0, cpu_s=10.0, total_s=90.0)
+STAR = {
+    "test_it.py": "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert sorted([f(3), f(1)]) == [2, 10]\n"
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(limits=LIMITS, workers=2) as made:
+        yield made
+
+
+def test_there_are_more_than_a_hundred():
+    texts = {(p.text, p.style) for p in (*HONEST, *BENIGN)}
+    assert len(texts) >= 100 and {p.language for p in HONEST} == {"python", "bash", "javascript", "c++"}
+
+
+@pytest.mark.parametrize("program", HONEST, ids=[f"{p.name}, {p.style}, {p.language}" for p in HONEST])
+def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
+    try:
+        command_of(program.language)
+    except UserError as error:
+        pytest.skip(str(error))
+    if program.package and importlib.util.find_spec(program.package) is None:
+        pytest.skip(f"{program.package} is not installed")
+    tests = {
+        "asserts": Asserts("import math", ASSERTS, "f"),
+        "calls": Calls("f", CALLS),
+        "dialogue": Dialogues(CASES, "trimmed", program.language),
+        "pytest": Pytest(STAR),
+    }[program.style]
+    grade = sandbox.grade(program.text, tests)
+    assert grade.all, grade.reasons
+
+
+@pytest.mark.parametrize("memory_mb", [192, 512])
+def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int):
+    """A stack of 8 MB each is what counts against the limit on addresses, and no arena of malloc's besides."""
+    threads = (memory_mb - 64) // 8
+    text = (
+        f"import threading\nbarrier, r = threading.Barrier({threads}), []\ndef work():\n    barrier.wait()\n    r.append([0] * 10000)\n"
+        f"t = [threading.Thread(target=work) for _ in range({threads})]\n[x.start() for x in t]\n[x.join() for x in t]\nprint(len(r))"
+    )
+    run = sandbox.run(text, limits=Limits(memory_mb=memory_mb, wall_s=20, cpu_s=10))
+    assert run.stdout == f"{threads}\n", run
+
+
+def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
+    text = (
+        "import os, subprocess\nprint(sorted(n for n in os.listdir('/proc') if not n.isdigit()), os.path.exists('/proc/1'))\n"
+        "print([n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (os.getpid(),)])\n"
+        "print(subprocess.run(['cat', '/dev/stdin'], input='x', text=True, capture_output=True).stdout)\n"
+    )
+    assert sandbox.run(text).stdout == "['self', 'thread-self'] False\n[]\nx\n"
+    text = (
+        "for name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', 'w').write('0')\n"
+        "    except OSError: print('refused')\n"
+    )
+    assert sandbox.run(text).stdout == "refused\nrefused\n"
+
+
+# ------------------------------------------------------------------------------------------------------------- packages
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Two packages of which the first requires the second, and a third that an extra of the first would bring."""
+    places = tmp_path / "installed"
+    requires = {"first-one": ["second>=1", "third; extra == 'more'", "absent; sys_platform == 'win32'"], "second": [], "third": []}
+    for name, needs in requires.items():
+        module = name.replace("-", "_")
+        (places / f"{module}-1.0.dist-info").mkdir(parents=True)
+        needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
+        (places / f"{module}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}")
+        files = [f"{module}-1.0.dist-info/METADATA", f"{module}-1.0.dist-info/top_level.txt", "../../bin/tool"]
+        (places / f"{module}-1.0.dist-info" / "top_level.txt").write_text(module)
+        if name == "second":
+            (places / "second.py").write_text("VALUE = 4")
+            files.append("second.py")
+        else:
+            (places / module).mkdir()
+            (places / module / "__init__.py").write_text("VALUE = 3")
+            files.append(f"{module}/__init__.py")
+        (places / f"{module}-1.0.dist-info" / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tool").write_text("x")
+    monkeypatch.syspath_prepend(places)
+    return places
+
+
+@pytest.mark.parametrize("name", ["first-one", "first_one"])
+def test_packages_may_be_imported_with_what_they_require(installed, name):
+    importing = "try:\n    import {0}\n    print({0}.VALUE)\nexcept ImportError as error: print(error.name)\n"
+    text = "".join(importing.format(module) for module in ("first_one", "second", "third"))
+    with Sandbox(workers=1, packages=[name]) as sandbox:
+        assert sandbox.packages == (name,)
+        assert sandbox.run(text).stdout == "3\n4\nthird\n"
+        child = f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {text!r}], text=True, capture_output=True).stdout)"
+        assert sandbox.run(child).stdout == "3\n4\nthird\n\n"
+        tests = Asserts("import second", ["assert f() == second.VALUE == 4"])  # the tests' own setup may import them too
+        assert sandbox.grade("from second import VALUE\ndef f(): return VALUE", tests).all
+        writing = sandbox.run("import first_one, os\nopen(os.path.join(os.path.dirname(first_one.__file__), 'x'), 'w')")
+        assert "Read-only file system" in writing.stderr
+        with sandbox.session() as python:
+            assert python.run("import second\nsecond.VALUE").value == "4"
+
+
+def test_packages_that_are_not_there_are_named():
+    with pytest.raises(UserError, match="'no-such-package', which is not installed here: pip install no-such-package"):
+        Sandbox(packages=["no-such-package"])
+    with pytest.raises(UserError, match="names such as numpy, got '../x'"):
+        Sandbox(packages=["../x"])
+    with pytest.raises(UserError, match="offers packages of its own"):
+        Sandbox("http://127.0.0.1:1", packages=["scipy"])
+    with Sandbox(workers=1, packages=[]) as sandbox:
+        assert "ModuleNotFoundError" in sandbox.run("import numpy").stderr
+
+
+def test_a_reward_offers_the_packages_of_its_settings():
+    from rl.run.prepare import reward_of
+    from rl.settings import DataSettings
+
+    program = "```python\nimport numpy as np\ndef f(n): return np.int64(n + 1)\n```"
+    meta = {"tests": ["assert f(1) == 2"]}
+    for packages, reward in ((("numpy",), 1.0), ((), 0.0)):
+        data = DataSettings(reward="code_tests", sandbox_packages=packages)
+        made = reward_of(data)
+        assert made.evaluate("", program, meta).reward == reward  # type: ignore[union-attr]
+    assert resolve_reward("code_tests").evaluate("", program, meta).reward == 1.0
+    with pytest.raises(ValueError, match="no reward runs programs"):
+        DataSettings(sandbox_packages=("scipy",))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_program():
+    fenced = "```python\nx = 1\n```"
+    assert code.program_in("\ufeff" + fenced, "fenced") == code.program_in(fenced.replace("x", "\ufeffx"), "fenced") == "x = 1\n"
+    assert code.program_in("\ufeffx = 1", "any") == "x = 1"
+    with Sandbox(workers=1) as sandbox, sandbox.session() as python:
+        assert python.run("\ufeff6 * 7").value == "42"
