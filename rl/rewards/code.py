@@ -83,7 +83,7 @@ class _Programs(Starts):
         return found
 
 
-@register_reward("code_tests")
+@register_reward("code_tests", reports=("correct", "format"))
 class CodeTests(_Programs):
     """What a program earns by meta["tests"]: asserts, dialogues over stdin and stdout, calls of a function, or files for pytest.
 
@@ -95,7 +95,10 @@ class CodeTests(_Programs):
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
         language = language_of(meta)
-        tests, name = tests_of(meta, language)
+        try:
+            tests, name = tests_of(meta, language)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         program = program_in(response, self.block, language)
         head = (meta or {}).get("head")
         if program is not None and isinstance(head, str) and name is not None:
@@ -103,7 +106,7 @@ class CodeTests(_Programs):
         return self.graded(program, tests)
 
 
-@register_reward("code_output")
+@register_reward("code_output", reports=("correct", "format"))
 class CodeOutput(_Programs):
     """1 where the program prints meta["answer"] (or meta["expected_output"]), given meta["stdin"] if there is any.
 
