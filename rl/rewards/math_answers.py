@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from rl.rewards.math_text import Quantity, TooLarge, as_words, compact, exact_number, join_thousands, read_quantity, spell
-from rl.rewards.math_values import SECONDS, formulas_equal, time_limit
+from rl.rewards.math_values import SECONDS, formulas_equal, load_math_verify, time_limit
 
 MAX_CHARACTERS = 2000  # of an answer that is compared
 _MAX_ITEMS = 40  # of a list, or entries of a matrix
@@ -32,6 +32,7 @@ def answers_equal(answer: str, expected: str) -> bool:
         return True
     if len(answer) > MAX_CHARACTERS:
         raise TooLarge(f"an answer of {len(answer)} characters")
+    load_math_verify()
     with time_limit(SECONDS):
         return _readings_equal(spell(answer), spell(expected))
 
@@ -43,8 +44,9 @@ def _readings_equal(answer: str, expected: str) -> bool:
     joined = [join_thousands(text) for text in (answer, expected)]
     if _equal(joined[0], joined[1]):
         return True
-    groups = joined[1] != expected and not re.search(r",0\d", expected)  # 1,000 is no list
-    return groups and len(split_top(expected, ",")) > 1 and _equal(answer, expected)
+    if joined == [answer, expected] or any(re.search(r",0\d", text) for text in (answer, expected)):  # 1,000 is no list
+        return False
+    return len(split_top(expected, ",")) > 1 and _equal(answer, expected)
 
 
 def _equal(answer: str, expected: str) -> bool:
@@ -301,6 +303,6 @@ def _equal_values(answer: str, expected: str) -> bool:
 def _equal_formulas(found: Quantity, wanted: Quantity) -> bool:
     if found.factor != wanted.factor or (found.percent and not wanted.percent):
         return False
-    if not re.search(r"[\w\\]", found.text) or re.search(r"\d\s*'|\d\s+[\d.]", found.text) or as_words(found.text) is not None and as_words(wanted.text) is not None:
+    if not re.search(r"[\w\\]", found.text) or re.search(r"\d\s*'|(?<!_)\d\s+[\d.]", found.text) or as_words(found.text) is not None and as_words(wanted.text) is not None:
         return False
     return compact(found.text) == compact(wanted.text) or formulas_equal(found.text, wanted.text)

@@ -76,6 +76,7 @@ def spell(text: str) -> str:
     text = _DEGREES.sub("°", _FRACTIONS.sub(r"\\frac", text)).strip()
     if text.count("$") == 2 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1]
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\log\s*_\s*(?:e(?![a-z])|\{e\})", r"\\ln ", text)
     text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text.replace("**", "^"))
     text = _PLAIN_NAME.sub(lambda match: r"\pi " if match.group(1) == "pi" else r"\infty ", text)
@@ -91,7 +92,8 @@ def join_thousands(text: str) -> str:
 
 def compact(text: str) -> str:
     """Return the text without white space and dollar signs, words in \\text{} as they are."""
-    return re.sub(r"[\s$]", "", re.sub(TEXT, r"\1", text)).rstrip(".")
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "~", re.sub(TEXT, r"\1", text))  # 1 0 is not 10
+    return re.sub(r"[\s$]", "", text).rstrip(".")
 
 
 def as_words(text: str) -> str | None:

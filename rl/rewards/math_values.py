@@ -25,6 +25,11 @@ _MAX_ARGUMENT = 1000  # of a factorial and of a binomial
 _MAX_TERMS = 1000  # of a sum or a product
 _EAGER = re.compile(r"\\[dt]?binom|\\(?:gcd|lcm|operatorname)|choose|[dt]?binom")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|\([^()]*\))\s*°")
+_PRODUCTS = (  # (2)(5) and 2(5) would be read as mixed numbers
+    (re.compile(r"\)\s*(?=\(|\d|\\frac)"), r")\\cdot "),
+    (re.compile(r"(?<![_^\d.])(\d+(?:\.\d+)?)\s*\("), r"\1\\cdot("),
+    (re.compile(r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])"), r"\\sqrt\1{\2}"),
+)
 _BARE_LOG = re.compile(r"\\log(?![a-zA-Z])(?!\s*_)")
 
 
@@ -34,26 +39,26 @@ class _Late(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLarge in the body after `seconds`, on a main thread without a timer of its own; elsewhere there is no limit."""
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
+    """Raise TooLarge in the body after `seconds` of this process's time, on a main thread; elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0:
         yield
         return
 
     def end(*_: object) -> None:
         raise _Late
 
-    before = signal.signal(signal.SIGALRM, end)
+    before = signal.signal(signal.SIGVTALRM, end)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # again, in case a first one is swallowed
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)  # again, in case a first one is swallowed
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
     except _Late:
         raise TooLarge(f"not compared within {seconds:g} s") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def formulas_equal(answer: str, expected: str) -> bool:
@@ -71,15 +76,17 @@ def _equal(answer: str, expected: str) -> bool:
     found, gold = parse_formula(answer), parse_formula(expected)
     if found is None or gold is None:
         return False
-    return bool(_math_verify().verify([gold], [found], numeric_precision=30, timeout_seconds=None))
+    return bool(load_math_verify().verify([gold], [found], numeric_precision=30, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_formula(text: str) -> Any:
     """Return the tree of a formula with its decimals as exact fractions; None if it cannot be read. Raises TooLarge."""
     _check_text(text)
-    math_verify = _math_verify()
+    math_verify = load_math_verify()
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text) if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text) else text
+    for pattern, product in _PRODUCTS:
+        text = pattern.sub(product, text)
     config = math_verify.LatexExtractionConfig(boxed_match_priority=0)
     trees = math_verify.parse(
         f"\\boxed{{{text.replace('°', '')}}}", [config], fallback_mode="no_fallback", parsing_timeout=None
@@ -91,7 +98,8 @@ def parse_formula(text: str) -> Any:
     return _exact(tree)
 
 
-def _math_verify() -> Any:
+def load_math_verify() -> Any:
+    """Return the library, which takes seconds to import the first time."""
     import math_verify
 
     # It warns that its time limits are off; they are off on purpose.
