@@ -151,7 +151,8 @@ def exact_number(text: str) -> Fraction | None:
     """
     if match := _MIXED.fullmatch(text.strip()):
         sign, whole, top, bottom = match.groups()
-        return _signed(sign, Fraction(_whole(whole)) + _ratio(_whole(top), _whole(bottom))) if _whole(bottom) else None
+        ratio = _ratio(_whole(top), _whole(bottom))
+        return None if ratio is None else _signed(sign, _whole(whole) + ratio)
     if re.search(r"\d\s+[\d.]", text):
         return None
     text = re.sub(r"\s", "", text)

@@ -137,7 +137,29 @@ def bound_tree(tree: Any) -> float:
     nodes = list(tree.flat()) if isinstance(tree, sympy.MatrixBase) else [tree]
     if sum(1 for node in nodes for _ in sympy.preorder_traversal(node)) > _MAX_NODES:
         raise TooLarge("a formula of too many parts")
+    for node in nodes:
+        _count_terms(node)
     return max((_digits(node) for node in nodes), default=0.0)
+
+
+def _count_terms(node: Any) -> int:
+    """Return an upper bound on the terms of a formula that is multiplied out. Raises TooLarge above _MAX_TERMS."""
+    import sympy
+
+    if not isinstance(node, sympy.Expr) or not node.args or not node.free_symbols:
+        return 1
+    below = [_count_terms(child) for child in node.args]
+    count = 1
+    if isinstance(node, sympy.Add):
+        count = sum(below)
+    elif isinstance(node, sympy.Mul):
+        count = math.prod(below)
+    elif isinstance(node, sympy.Pow) and node.exp.is_Integer and below[0] > 1:
+        power = min(abs(int(node.exp)), _MAX_EXPANDED)
+        count = math.comb(power + below[0] - 1, power)
+    if count > _MAX_TERMS:
+        raise TooLarge("a formula of too many terms")
+    return count
 
 
 def _digits(node: Any) -> float:

@@ -108,8 +108,9 @@ def registered_rewards() -> list[str]:
 class Reward:
     """A resolved reward with its settings bound. Calling it gives the float; `evaluate` keeps the metrics.
 
-    `bounded`: ends by itself (see `register_reward`). `builtin`: a number for every answer, 0 where it gives up. `needs`: modules to import before the first call. `together`: answers are
-    best scored many in one call, `evaluate_many` (a batched function, a coroutine). `episode`: it sees whole episodes.
+    `bounded`: ends by itself (see `register_reward`). `builtin`: it gives a number for every answer, 0 if it gives up. `needs`:
+    modules to import before the first call. `together`: answers are best scored many in one call, `evaluate_many` (a batched
+    function, a coroutine). `episode`: it sees whole episodes.
     It can be pickled wherever its function can be imported by name.
     """
 

@@ -9,7 +9,7 @@ from rl.clients import SamplingClient
 from rl.data import Curriculum
 from rl.episodes import Rollouts, credited_share, rollout_rows, sampled_metrics
 from rl.report import Alarms
-from rl.rewards.registry import GAVE_UP
+from rl.rewards import GAVE_UP
 from rl.run.given import Given
 from rl.types import Datum
 
