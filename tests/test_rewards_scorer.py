@@ -264,7 +264,7 @@ def test_meta_that_cannot_travel_is_named(module):
     assert scores[1].reward == 2.0
 
 
-def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_killed():
+def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_wrong():
     results = []
 
     def work():
@@ -275,7 +275,8 @@ def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_killed():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(timeout=60)
-    assert [score.reward for score in results] == [1.0, None, 1.0]
+    assert [score.reward for score in results] == [1.0, 0.0, 1.0]
+    assert [score.metrics["gave_up"] for score in results] == [0.0, 1.0, 0.0]
     assert results[1].failure == "timeout"
 
 

@@ -5,13 +5,14 @@ from rl.rewards.calls import Episode, RewardResult, Turn
 from rl.rewards.files import load_file
 from rl.rewards.guarded import GuardedProgram
 from rl.rewards.pending import PendingScore, RewardsLost, Score
-from rl.rewards.registry import Reward, register_reward, registered_rewards, resolve_reward
+from rl.rewards.registry import GAVE_UP, Reward, register_reward, registered_rewards, resolve_reward
 from rl.rewards.scorer import Scorer
 from rl.rewards.styles import CONVERSATION
 from rl.rewards.workers import environment_of_rewards
 
 __all__ = [
     "CONVERSATION",
+    "GAVE_UP",
     "Episode",
     "GuardedProgram",
     "PendingScore",

@@ -93,7 +93,7 @@ class _Programs(Starts):
         return found
 
 
-@register_reward("code_tests")
+@register_reward("code_tests", reports=("correct", "format"))
 class CodeTests(_Programs):
     """What a program earns by meta["tests"]: asserts, dialogues over stdin and stdout, calls of a function, or files for pytest.
 
@@ -108,7 +108,10 @@ class CodeTests(_Programs):
         from rl.sandbox import Asserts, helpers_of
 
         language = language_of(meta)
-        tests, name = tests_of(meta, language)
+        try:
+            tests, name = tests_of(meta, language)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         program = program_in(response, self.block, language)
         head = (meta or {}).get("head")
         if isinstance(head, str) and name is not None:
@@ -118,7 +121,7 @@ class CodeTests(_Programs):
         return self.graded(program, tests)
 
 
-@register_reward("code_output")
+@register_reward("code_output", reports=("correct", "format"))
 class CodeOutput(_Programs):
     """1 where the program prints meta["answer"] (or meta["expected_output"]), given meta["stdin"] if there is any.
 

@@ -12,16 +12,19 @@ import difflib
 import functools
 import importlib
 import inspect
+import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from rl.errors import UserError
+from rl.plain import says
 from rl.rewards.calls import (
     Episode,
     Item,
@@ -37,7 +40,10 @@ from rl.rewards.combined import Combined, caught
 from rl.rewards.files import load_file
 from rl.rewards.styles import adapted, settings_of_lists, takes_lists
 
+logger = logging.getLogger(__name__)
+
 RewardFunction = Callable[..., Any]
+GAVE_UP = "gave_up"  # metric: 1 where a built-in reward could not work an answer out
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,6 +53,7 @@ class _Entry:
     needs: tuple[str, ...]
     bounded: bool
     builtin: bool
+    reports: tuple[str, ...]  # metrics that are 0 where the reward gave up
 
 
 _REGISTRY: dict[str, _Entry] = {}
@@ -60,6 +67,7 @@ def register_reward(
     bounded: bool = False,
     batched: bool = False,
     episode: bool = False,
+    reports: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Decorator: makes a reward function, or a class of rewards, available as `name`.
 
@@ -67,7 +75,8 @@ def register_reward(
     a built-in's (a warning says so). `needs` names modules that a worker imports before its first item. `bounded=True` promises
     that the function ends by itself within milliseconds, whatever the response: it then runs in the training process.
     `batched=True`: called once for many answers, fn(prompts, responses, metas) -> a reward for each. `episode=True`: called as
-    fn(episode, meta) with the whole `Episode`, all its turns (lists of both where it is batched as well).
+    fn(episode, meta) with the whole `Episode`, all its turns (lists of both where it is batched as well). `reports`: of a built-in
+    reward, the metrics that are 0 for an answer on which it gave up.
     """
     if not name or ":" in name:
         raise UserError(f"a reward's name is not empty and holds no ':' (that is for 'module:object'), got {name!r}")
@@ -85,7 +94,7 @@ def register_reward(
             if builtin:
                 return target  # the user's was there first
             warnings.warn(f"reward {name!r}: {_qualified_name(target)} takes the place of the built-in one", stacklevel=2)
-        _REGISTRY[name] = _Entry(target, tuple(needs), bounded, builtin)
+        _REGISTRY[name] = _Entry(target, tuple(needs), bounded, builtin, tuple(reports))
         return target
 
     return decorate
@@ -99,8 +108,9 @@ def registered_rewards() -> list[str]:
 class Reward:
     """A resolved reward with its settings bound. Calling it gives the float; `evaluate` keeps the metrics.
 
-    `bounded`: ends by itself (see `register_reward`). `needs`: modules to import before the first call. `together`: answers are
-    best scored many in one call, `evaluate_many` (a batched function, a coroutine). `episode`: it sees whole episodes.
+    `bounded`: ends by itself (see `register_reward`). `builtin`: it gives a number for every answer, 0 if it gives up. `needs`:
+    modules to import before the first call. `together`: answers are best scored many in one call, `evaluate_many` (a batched
+    function, a coroutine). `episode`: it sees whole episodes.
     It can be pickled wherever its function can be imported by name.
     """
 
@@ -108,15 +118,26 @@ class Reward:
     episode: bool
     limit: float | None = None  # seconds for each coroutine, from the scorer that runs it
 
-    def __init__(self, name: str, function: RewardFunction, *, needs: tuple[str, ...] = (), bounded: bool = False):
+    def __init__(
+        self,
+        name: str,
+        function: RewardFunction,
+        *,
+        needs: tuple[str, ...] = (),
+        bounded: bool = False,
+        builtin: bool = False,
+        reports: tuple[str, ...] = (),
+    ):
         self.name = name
         self.function = function
         self.needs = needs
+        self.reports = reports
         self.kind = kind_of(function)
         parts: Sequence[Reward] = function.rewards() if isinstance(function, Combined) else ()
         self.together: bool = self.kind.batched or self.kind.awaits or any(part.together for part in parts)
         self.episode: bool = self.kind.episode or any(part.episode for part in parts)
         self.bounded = bounded and not self.together
+        self.builtin: bool = all(part.builtin for part in parts) if parts else builtin
 
     def evaluate(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None, episode: Episode | None = None
@@ -131,8 +152,22 @@ class Reward:
         begin = time.perf_counter()
         if isinstance(self.function, Combined):
             return as_result(self.function.evaluate(item))
-        result = as_result(self.function(*arguments(self.kind, item)))
+        try:
+            result = as_result(self.function(*arguments(self.kind, item)))
+        except Exception as error:  # boundary: an answer may break a grader in any way
+            if not self.builtin or isinstance(error, UserError):  # which is about the problem or the host, not about the answer
+                raise
+            logger.warning("reward %r gave up on an answer, which scores 0: %s", self.name, says(error))
+            result = self.gave_up()
+        else:
+            if self.builtin and not isfinite(result.reward):
+                result = self.gave_up()
         return self._timed(result, time.perf_counter() - begin)
+
+    def gave_up(self) -> RewardResult:
+        """The result of a built-in reward for an answer that it could not work out: 0, with the metric `gave_up`."""
+        metrics = {name: 0.0 for part in self.parts() for name in part.reports}
+        return RewardResult(0.0, {**metrics, GAVE_UP: 1.0})
 
     def evaluate_many(self, items: Sequence[Item], limit: float | None = None) -> list[RewardResult | BaseException]:
         """The result of each item, or the exception that it raised. `limit`: seconds that each coroutine may take."""
@@ -237,7 +272,7 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
     if isinstance(function, Combined):  # as bounded as its parts, and it needs what they need
         needs = tuple(module for part in function.rewards() for module in part.needs)
         return Reward(spec, function, needs=needs, bounded=all(part.bounded for part in function.rewards()))
-    return Reward(spec, function, needs=entry.needs, bounded=entry.bounded)
+    return Reward(spec, function, needs=entry.needs, bounded=entry.bounded, builtin=entry.builtin, reports=entry.reports)
 
 
 def _qualified_name(target: Callable[..., Any]) -> str:

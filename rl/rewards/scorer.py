@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rl.errors import UserError
 from rl.plain import says
-from rl.rewards.calls import Episode, Item
+from rl.rewards.calls import Episode, Item, RewardResult
 from rl.rewards.frames import SECONDS, BadReply, Reply
 from rl.rewards.losses import Losses
 from rl.rewards.pending import Failure, PendingScore, RewardsLost, Score, excerpt
@@ -25,14 +25,7 @@ from rl.rewards.printed import Printed
 from rl.rewards.registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.serving import evaluate_item
 from rl.rewards.waiting import Waiting
-from rl.rewards.workers import (
-    ProcessWorker,
-    ThreadWorker,
-    Worker,
-    WorkerDied,
-    WorkerFailedToStart,
-    environment_of_rewards,
-)
+from rl.rewards.workers import ProcessWorker, ThreadWorker, Worker, WorkerDied, WorkerFailedToStart, environment_of_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +53,7 @@ class Scorer:
     A reward that takes many at once (batched, or a coroutine) gets all that was submitted when the first score is waited for, in one
     call within the time limit (of a coroutine: each within it). A call that hangs, dies or raises is made again on its halves, so that
     what one answer breaks costs that one. `seconds`: what each reward took, summed over answers, until `take_seconds`.
+    An answer that takes a built-in reward longer, or ends its worker, scores 0 with the metric `gave_up`.
     A process gets the part of the environment that workers.ENVIRONMENT names, and `environment`: names of more (PREFIX* as well).
     """
 
@@ -182,8 +176,8 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _finish(self, pending: PendingScore, reply: Reply) -> None:
-        """Turn a reply into the score, and count it."""
+    def _finish(self, pending: PendingScore, reply: Reply, score: RewardResult | None = None) -> None:
+        """Turn a reply into the score, and count it. `score`: the result of a reply that failed, where that is no failure of the batch."""
         kinds: dict[str, str] = {"error": "errors", "timeout": "timeouts", "nan": "nan", "death": "deaths"}
         failure: Failure | None = reply.failure  # type: ignore[assignment]  # Reply has plain text
         metrics = {} if reply.result is None else reply.result.metrics
@@ -195,7 +189,9 @@ class Scorer:
             self.counts["calls"] += 1
             if failure is not None:
                 self.counts[kinds[failure]] += 1
-        if reply.result is not None:
+        if score is not None:
+            pending.set(Score(score.reward, score.metrics))
+        elif reply.result is not None:
             pending.set(Score(reply.result.reward, {k: v for k, v in metrics.items() if not k.startswith(SECONDS)}))
         else:
             error = f"reward {self.reward.name!r} {reply.error} (prompt {excerpt(pending.prompt)})"
@@ -287,7 +283,7 @@ class Scorer:
             return None
         culprit = chunk.popleft()
         self._losses(reply, culprit)
-        self._finish(culprit, reply)
+        self._finish(culprit, reply, self.reward.gave_up() if self.reward.builtin else None)
         return None
 
     def _receive(self, worker: Worker) -> Reply:

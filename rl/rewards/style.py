@@ -134,7 +134,7 @@ class Language:
         ranked = dict(_identifier().rank(response))
         wanted = self.language or _identifier().rank(prompt)[0][0]
         if wanted not in ranked:
-            raise ValueError(f"py3langid knows no language {wanted!r}, it knows {', '.join(sorted(ranked))}")
+            raise UserError(f"py3langid knows no language {wanted!r}, it knows {', '.join(sorted(ranked))}")
         share = float(ranked[wanted])
         return RewardResult(share, {"language": share})
 

@@ -14,12 +14,12 @@ from rl.rewards.registry import Reward, register_reward, resolve_reward
 
 
 def expected_answer(meta: Mapping[str, Any] | None) -> str:
-    """meta["answer"], or meta["expected_answer"], as text. Raises ValueError where the problem has neither."""
+    """meta["answer"], or meta["expected_answer"], as text. Raises UserError where the problem has neither."""
     for key in ("answer", "expected_answer"):
         if meta is not None and meta.get(key) is not None:
             return str(meta[key]).strip()
     keys = sorted(meta) if meta is not None else None
-    raise ValueError(f"the problem has no answer to compare with: meta needs 'answer' (or 'expected_answer'), it has {keys}")
+    raise UserError(f"the problem has no answer to compare with: meta needs 'answer' (or 'expected_answer'), it has {keys}")
 
 
 @register_reward("exact_match", bounded=True)

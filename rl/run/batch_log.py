@@ -9,6 +9,7 @@ from rl.clients import SamplingClient
 from rl.data import Curriculum
 from rl.episodes import Rollouts, credited_share, rollout_rows, sampled_metrics
 from rl.report import Alarms
+from rl.rewards import GAVE_UP
 from rl.run.given import Given
 from rl.types import Datum
 
@@ -47,6 +48,7 @@ class BatchLog:
             row |= self._sampling_metrics(rollouts, datums)
             row["reward/total"] = row["env/all/reward/total"]
             row["reward/failed"] = len(rollouts.errors)
+            row["reward/gave_up"] = gave_up_count(rollouts)
             row["time/sample"], row["time/score"] = rollouts.sample_seconds, rollouts.score_seconds
             row.update({f"sampler/{name}": count for name, count in rollouts.counters.items()})
             for scores in (self.given.scorer, self.given.models.rewards):
@@ -82,3 +84,9 @@ class BatchLog:
         if rollouts is not None and given.loop.rollouts_every and (batch % given.loop.rollouts_every == 0):
             rows = rollout_rows(rollouts, given.renderer, given.sampling_params.temperature)
             given.logbook.rollouts(given.first_step + batch + 1, rows, given.name if given.first_step else "")
+
+
+def gave_up_count(rollouts: Rollouts) -> float:
+    """The number of answers that a built-in reward gave up on, which scored 0."""
+    turns = [turn for group in rollouts.groups for trajectory in group.trajectories_G for turn in trajectory.transitions]
+    return sum(value for turn in turns for name, value in turn.metrics.items() if name.rpartition("/")[2] == GAVE_UP)

@@ -1,0 +1,214 @@
+"""Spelling of mathematical answers: one form for the ways of LaTeX and plain text, exact numbers, units."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_DIGITS = 2000  # digits of a number that is compared; also the largest exponent of ten
+_REPLACEMENTS = (
+    ("−", "-"), ("–", "-"), ("×", r"\times "), ("·", r"\cdot "), ("⋅", r"\cdot "), ("÷", r"\div "), ("π", r"\pi "),
+    ("∞", r"\infty "), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "), ("∪", r"\cup "), ("∩", r"\cap "), ("±", r"\pm "),
+    ("∈", r"\in "), ("ℝ", r"\mathbb{R}"), ("½", r"\frac{1}{2}"), ("²", "^{2}"), ("³", "^{3}"), ("…", r"\ldots "), ("º", "°"),
+    ("√", r"\sqrt "), ("{,}", ","), (r"\%", "%"), (r"\$", "$"),
+)  # fmt: skip
+_FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_SPACES = re.compile(
+    r"(\\\\)|\\!\s*|\\[,;: ]|\\(?:q?quad|displaystyle|textstyle|limits|left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|~"
+)
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z])|\\text\s*\{\s*degrees?\s*\}")
+_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+))(?![\d,])")
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
+_PLAIN_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d])")
+_PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
+_PLAIN_NAME = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|inf)(?![a-zA-Z])")
+TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname|rm)\s*\{([^{}]*)\}"
+
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_SIGNED = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
+_DECIMAL = re.compile(_SIGNED)
+SCIENTIFIC = re.compile(rf"({_SIGNED})(?:[eE]|(?:\\times|\\cdot|\*|x)10\^)(?:\{{([+-]?\d+)\}}|([+-]?\d+))")
+_TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d+)\}|(-?\d+))")
+_RATIO = re.compile(rf"({_SIGNED})/({_SIGNED})")
+_FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?[\d.]+)\}|(\d))(?:\{([+-]?[\d.]+)\}|(\d))")
+_MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
+_REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))")
+_DOTS = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d+?)\4+(?:\\(?:l|c)?dots|\.\.\.)")
+
+_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_UNITS = {
+    "cm": "cm centimeter centimeters centimetre centimetres", "mm": "mm millimeter millimeters",
+    "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres",
+    "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+    "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds", "oz": "oz ounce ounces",
+    "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours", "day": "day days",
+    "week": "week weeks", "month": "month months", "year": "yr yrs year years", "°": "° deg degree degrees",
+    "rad": "rad rads radian radians", "dollar": "$ dollar dollars usd", "cent": "cent cents",
+    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mph": "mph", "unit": "unit units",
+}  # fmt: skip
+_UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
+_UNIT_WORDS = {*_UNIT_OF, *_MULTIPLIERS, "percent", "per", "square", "sq", "cubic", "cu"}
+_TRAILING_TEXT = re.compile(rf"(.*?[\d\w}})\]°])\s*((?:{TEXT}\s*)+)(?:\^\s*\{{?([23])\}}?)?", re.DOTALL)
+_TRAILING_WORDS = re.compile(r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})(?:[ /.]+[a-zA-Z]+)*)\.?(?:\^\s*\{?([23])\}?)?", re.DOTALL)
+
+
+class TooLarge(Exception):
+    """An answer that is not worked out, because that could take without end."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What an answer without its units says. `percent`: a percent sign was written. `unit`: None if it has none that is known."""
+
+    text: str
+    percent: bool = False
+    unit: str | None = None
+    factor: int = 1
+
+
+def spell(text: str) -> str:
+    """Return the answer without its dollar signs, spacing and sizes, in LaTeX's names."""
+    for symbol, latex in _REPLACEMENTS:
+        text = text.replace(symbol, latex)
+    text = re.sub(r"\\[()\[\]](?!\s*\d*(?:pt|em))", "", text) if text.startswith((r"\(", r"\[")) else text
+    text = _SPACES.sub(lambda match: match.group(1) or (" " if match.group(0)[:2] != r"\!" else ""), text)
+    text = _DEGREES.sub("°", _FRACTIONS.sub(r"\\frac", text)).strip()
+    if text.count("$") == 2 and text.startswith("$") and text.endswith("$"):
+        text = text[1:-1]
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\log\s*_\s*(?:e(?![a-z])|\{e\})", r"\\ln ", text)
+    text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text.replace("**", "^"))
+    text = _PLAIN_NAME.sub(lambda match: r"\pi " if match.group(1) == "pi" else r"\infty ", text)
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
+    text = text.strip()
+    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+
+
+def join_thousands(text: str) -> str:
+    """Return the text with 1,234 written as 1234."""
+    return _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match.group(1)), text)
+
+
+def compact(text: str) -> str:
+    """Return the text without white space and dollar signs, words in \\text{} as they are."""
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "~", re.sub(TEXT, r"\1", text))  # 1 0 is not 10
+    return re.sub(r"[\s$]", "", text).rstrip(".")
+
+
+def as_words(text: str) -> str | None:
+    """Return an answer that is words ("east", "(C)") in one spelling; None if it is a formula."""
+    plain = re.sub(TEXT, r" \1 ", text)
+    marked = plain != text
+    plain = re.sub(r"^[\s(]+|[\s).]+$", "", plain)
+    if re.match(r"[+-]?[\d.,/]+(?:\s|$)", plain):  # a number and its unit
+        return None
+    if not plain or re.search(r"[\\^_=<>{}]", plain) or not re.search(r"[^\W\d_]", plain):
+        return None
+    plain = re.sub(r"\s+", "" if marked and len(plain) < 3 else " ", plain)
+    if re.fullmatch(r"[A-Z]", plain):
+        return plain
+    return plain.lower() if marked or re.search(r"[^\W\d_]{4}|^(?:yes|no|odd|even|all|one|two|six|ten)$", plain, re.I) else None
+
+
+def read_quantity(text: str) -> Quantity:
+    """Split off a currency sign, a percent sign, and units in words."""
+    text, unit, factor = text.strip(), None, 1
+    money = re.match(r"([+-]?)\s*\$\s*(?=[\d.\\])", text)
+    if money:
+        text, unit = money.group(1) + text[money.end() :], "dollar"
+    elif text.endswith("$"):
+        text, unit = text[:-1].rstrip(), "dollar"
+    match = _TRAILING_TEXT.fullmatch(text)
+    words, power = "", None
+    if match and not match.group(1).endswith(("\\", "text")):
+        words, power = " ".join(re.findall(TEXT, match.group(2))), match.group(4)
+        text = match.group(1)
+    elif match := _TRAILING_WORDS.fullmatch(text):
+        if all(word.lower() in _UNIT_WORDS for word in re.split(r"[ /.]+", match.group(2)) if word):
+            text, words, power = match.group(1), match.group(2), match.group(3)
+    percent = False
+    names = [word for word in re.split(r"[\s/.]+", words.lower()) if word]
+    for name in names:
+        factor *= _MULTIPLIERS.get(name, 1)
+        percent = percent or name in ("percent", "%")
+    known = [_UNIT_OF[name] for name in names if name in _UNIT_OF]
+    if known:
+        power = power or ("2" if {"square", "sq"} & {*names} else "3" if {"cubic", "cu"} & {*names} else None)
+        unit = "/".join(known) + (f"^{power}" if power else "")
+    text = text.strip()
+    if text.endswith("°") and not _TRIGONOMETRY.search(text):
+        text, unit = text[:-1].rstrip(), "°"
+    if text.endswith("%"):
+        text, percent = text[:-1].rstrip(), True
+    return Quantity(text, percent, None if unit == "unit" else unit, factor)
+
+
+def exact_number(text: str) -> Fraction | None:
+    """Return the value of a written number: decimal, fraction, mixed, scientific, repeating; None if it is none.
+
+    Raises TooLarge for a number of more than MAX_DIGITS digits.
+    """
+    if match := _MIXED.fullmatch(text.strip()):
+        sign, whole, top, bottom = match.groups()
+        ratio = _ratio(_whole(top), _whole(bottom))
+        return None if ratio is None else _signed(sign, _whole(whole) + ratio)
+    if re.search(r"\d\s+[\d.]", text):
+        return None
+    text = re.sub(r"\s", "", text)
+    while len(text) > 2 and text[0] + text[-1] in ("{}", "()") and not re.search(r"[(){}]", text[1:-1]):
+        text = text[1:-1]
+    if _DECIMAL.fullmatch(text):
+        return _decimal(text)
+    if match := SCIENTIFIC.fullmatch(text):
+        return _decimal(match.group(1)) * _ten(match.group(2) or match.group(3))
+    if match := _TEN.fullmatch(text):
+        return _signed(match.group(1), _ten(match.group(2) or match.group(3)))
+    if match := _RATIO.fullmatch(text):
+        return _ratio(_decimal(match.group(1)), _decimal(match.group(2)))
+    if match := _FRACTION.fullmatch(text):
+        sign, whole, top, digit, bottom, last = match.groups()
+        parts = [part or alone for part, alone in ((top, digit), (bottom, last))]
+        if not all(_DECIMAL.fullmatch(part) for part in parts):
+            return None
+        ratio = _ratio(_decimal(parts[0]), _decimal(parts[1]))
+        return None if ratio is None else _signed(sign, _whole(whole or "0") + ratio)
+    if match := _REPEATING.fullmatch(text):
+        sign, whole, start, block, digit = match.groups()
+        return _repeating(sign, whole, start, block or digit)
+    if match := _DOTS.fullmatch(text):
+        sign, whole, start, block = match.groups()
+        return _repeating(sign, whole, start, block)
+    return None
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise TooLarge(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _decimal(text: str) -> Fraction:
+    if len(text) > MAX_DIGITS:
+        raise TooLarge(f"a number of {len(text)} digits")
+    return Fraction(text if re.search(r"\.\d", text) else text.replace(".", ""))
+
+
+def _ten(exponent: str) -> Fraction:
+    if len(exponent) > 6 or abs(int(exponent)) > MAX_DIGITS:
+        raise TooLarge(f"ten to the power of {exponent[:20]}")
+    return Fraction(10) ** int(exponent)
+
+
+def _ratio(top: Fraction | int, bottom: Fraction | int) -> Fraction | None:
+    return Fraction(top) / Fraction(bottom) if bottom else None
+
+
+def _signed(sign: str, value: Fraction) -> Fraction:
+    return -value if sign == "-" else value
+
+
+def _repeating(sign: str, whole: str, start: str, block: str) -> Fraction:
+    value = Fraction(_whole(whole + start or "0"))
+    value += Fraction(_whole(block), 10 ** len(block) - 1)
+    return _signed(sign, value / 10 ** len(start))

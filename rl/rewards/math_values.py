@@ -1,0 +1,228 @@
+"""Whether two formulas are equal, by math-verify and sympy, on trees whose values are bounded before anything is worked out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rl.rewards.math_text import TooLarge
+
+SECONDS = 4.0  # to compare one answer, where a signal can end it
+_MAX_CHARACTERS = 500
+_MAX_DEPTH = 25  # of brackets: the time of the parser grows quickly with it
+_MAX_NODES = 400
+_MAX_DIGITS = 2000.0  # of any value on the way
+_MAX_EXPANDED = 60  # power of a sum
+_MAX_POWER = 10_000  # power of a symbol
+_MAX_ARGUMENT = 1000  # of a factorial and of a binomial
+_MAX_TERMS = 1000  # of a sum or a product
+_EAGER = re.compile(r"\\[dt]?binom|\\(?:gcd|lcm|operatorname)|choose|[dt]?binom")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|\([^()]*\))\s*°")
+_PRODUCTS = (  # (2)(5) and 2(5) would be read as mixed numbers
+    (re.compile(r"\)\s*(?=\(|\d|\\frac)"), r")\\cdot "),
+    (re.compile(r"(?<![_^\d.])(\d+(?:\.\d+)?)\s*\("), r"\1\\cdot("),
+    (re.compile(r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])"), r"\\sqrt\1{\2}"),
+)
+_BARE_LOG = re.compile(r"\\log(?![a-zA-Z])(?!\s*_)")
+
+
+class _Late(BaseException):
+    """The time is over. No Exception, since sympy catches these."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooLarge in the body after `seconds` of this process's time, on a main thread; elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)  # again, in case a first one is swallowed
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    except _Late:
+        raise TooLarge(f"not compared within {seconds:g} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def formulas_equal(answer: str, expected: str) -> bool:
+    """Whether two formulas in LaTeX are equal. A log without a base is decimal or natural, the same in both.
+
+    Raises TooLarge if working them out could take without end.
+    """
+    if _equal(answer, expected):
+        return True
+    logs = [_BARE_LOG.sub(r"\\ln", text) for text in (answer, expected)]
+    return logs != [answer, expected] and _equal(logs[0], logs[1])
+
+
+def _equal(answer: str, expected: str) -> bool:
+    found, gold = parse_formula(answer), parse_formula(expected)
+    if found is None or gold is None:
+        return False
+    return bool(load_math_verify().verify([gold], [found], numeric_precision=30, timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_formula(text: str) -> Any:
+    """Return the tree of a formula with its decimals as exact fractions; None if it cannot be read. Raises TooLarge."""
+    _check_text(text)
+    math_verify = load_math_verify()
+    text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text) if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text) else text
+    for pattern, product in _PRODUCTS:
+        text = pattern.sub(product, text)
+    config = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+    trees = math_verify.parse(
+        f"\\boxed{{{text.replace('°', '')}}}", [config], fallback_mode="no_fallback", parsing_timeout=None
+    )
+    if not trees:
+        return None
+    tree = trees[0]
+    bound_tree(tree)
+    return _exact(tree)
+
+
+def load_math_verify() -> Any:
+    """Return the library, which takes seconds to import the first time."""
+    import math_verify
+
+    # It warns that its time limits are off; they are off on purpose.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify
+
+
+def _check_text(text: str) -> None:
+    """Refuse what the parser itself would be slow at, or would work out at once. Raises TooLarge."""
+    if len(text) > _MAX_CHARACTERS:
+        raise TooLarge(f"a formula of {len(text)} characters")
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > _MAX_DEPTH:
+        raise TooLarge(f"brackets {deepest} deep")
+    if _EAGER.search(text) and re.search(r"\d{5}", text):
+        raise TooLarge("a binomial of large numbers")
+
+
+def _exact(tree: Any) -> Any:
+    """Return the tree with every decimal as the fraction that its digits say: 0.333 is not 1/3."""
+    import sympy
+
+    if not isinstance(tree, sympy.Basic):
+        return tree.applyfunc(_exact) if isinstance(tree, sympy.MatrixBase) else tree
+    return tree.xreplace({number: sympy.Rational(str(number)) for number in tree.atoms(sympy.Float)})
+
+
+def bound_tree(tree: Any) -> float:
+    """Return an upper bound on the decimal digits that the value of a tree has (its numerator and denominator). Raises TooLarge."""
+    import sympy
+
+    nodes = list(tree.flat()) if isinstance(tree, sympy.MatrixBase) else [tree]
+    if sum(1 for node in nodes for _ in sympy.preorder_traversal(node)) > _MAX_NODES:
+        raise TooLarge("a formula of too many parts")
+    for node in nodes:
+        _count_terms(node)
+    return max((_digits(node) for node in nodes), default=0.0)
+
+
+def _count_terms(node: Any) -> int:
+    """Return an upper bound on the terms of a formula that is multiplied out. Raises TooLarge above _MAX_TERMS."""
+    import sympy
+
+    if not isinstance(node, sympy.Expr) or not node.args or not node.free_symbols:
+        return 1
+    below = [_count_terms(child) for child in node.args]
+    count = 1
+    if isinstance(node, sympy.Add):
+        count = sum(below)
+    elif isinstance(node, sympy.Mul):
+        count = math.prod(below)
+    elif isinstance(node, sympy.Pow) and node.exp.is_Integer and below[0] > 1:
+        power = min(abs(int(node.exp)), _MAX_EXPANDED)
+        count = math.comb(power + below[0] - 1, power)
+    if count > _MAX_TERMS:
+        raise TooLarge("a formula of too many terms")
+    return count
+
+
+def _digits(node: Any) -> float:
+    import sympy
+
+    if isinstance(node, sympy.Rational):
+        return _checked(_length(node.p) + (_length(node.q) if node.q != 1 else 0.0))
+    if isinstance(node, sympy.Float):
+        return _checked(abs(float(node.num.exponent if hasattr(node.num, "exponent") else node._mpf_[2])) * 0.302 + 20)
+    if isinstance(node, (sympy.Integral, sympy.Derivative, sympy.Limit)):
+        raise TooLarge(f"a {type(node).__name__.lower()} is no answer")
+    if isinstance(node, (sympy.Sum, sympy.Product)):
+        return _checked(_terms(node) * max(1.0, _digits(node.function)))
+    below = [_digits(child) for child in getattr(node, "args", ())]
+    if isinstance(node, sympy.Pow):
+        return _power(node.base, node.exp, below[0], below[1])
+    if isinstance(node, (sympy.exp, sympy.sinh, sympy.cosh, sympy.tanh)):
+        return _power(sympy.E, node.args[0], 1.0, below[0])
+    if isinstance(node, (sympy.factorial, sympy.binomial, sympy.gamma, sympy.factorial2, sympy.subfactorial)):
+        largest = max(_size(child, digits) for child, digits in zip(node.args, below, strict=True))
+        if largest > _MAX_ARGUMENT:
+            raise TooLarge(f"a {type(node).__name__} of a large number")
+        return _checked(largest * 3.0)
+    return _checked(max(1.0, sum(below)))
+
+
+def _power(base: Any, exponent: Any, digits: float, digits_of_exponent: float) -> float:
+    largest = _size(exponent, digits_of_exponent)
+    if base.free_symbols:
+        if largest > (_MAX_POWER if base.is_Symbol else _MAX_EXPANDED):
+            raise TooLarge("a power of a formula that is too large to multiply out")
+        return _checked(max(1.0, digits) * (1.0 if base.is_Symbol else max(1.0, largest)))
+    return _checked(max(1.0, digits) * max(1.0, largest))
+
+
+def _size(node: Any, digits: float) -> float:
+    """Return an upper bound on the absolute value of a number; 1 of a formula with symbols."""
+    import sympy
+
+    if node.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):
+        return math.inf
+    if isinstance(node, (sympy.Rational, sympy.Float)):
+        return abs(float(node)) if digits < 300 else math.inf
+    if node.free_symbols:
+        return max([1.0, *(_size(child, _digits(child)) for child in node.args)])
+    return 10.0 ** min(digits, 300.0)
+
+
+def _terms(node: Any) -> float:
+    count = 1.0
+    for limit in node.limits:
+        sizes = [_size(bound, _digits(bound)) for bound in limit[1:]]
+        count *= sum(sizes) + 1
+        if not count <= _MAX_TERMS:
+            raise TooLarge("a sum or product of too many terms")
+    return count
+
+
+def _length(number: int) -> float:
+    return abs(int(number)).bit_length() * 0.30103
+
+
+def _checked(digits: float) -> float:
+    if not digits <= _MAX_DIGITS:
+        raise TooLarge("a number of too many digits")
+    return digits

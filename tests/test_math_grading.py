@@ -1,0 +1,90 @@
+"""The rules of the math graders (docs/rewards.md) against pairs judged by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from judged_answers import NUMBERS, PAIRS
+
+from rl.rewards import resolve_reward
+
+
+def test_math_correctness_agrees_with_every_judged_pair():
+    reward = resolve_reward("math_correctness")
+    differ = [
+        (expected, answer, right)
+        for expected, answer, right in PAIRS
+        if (reward("", f"\\boxed{{{answer}}}", {"answer": expected}) == 1.0) != right
+    ]
+    assert len(PAIRS) > 500 and sum(right for _, _, right in PAIRS) > 250
+    assert differ == []
+
+
+def test_gsm8k_agrees_with_every_judged_pair():
+    reward = resolve_reward("gsm8k")
+    differ = [
+        (expected, answer, right)
+        for expected, answer, right in NUMBERS
+        if (reward.evaluate("", f"#### {answer}", {"answer": expected}).metrics["correct"] == 1.0) != right
+    ]
+    assert len(NUMBERS) > 90 and differ == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("so it is 0.5", "1/2"),
+        ("The answer is $x=5$.", "5"),
+        (r"Hence \(\frac{1}{2}\).", "0.5"),
+        ("The final answer is: x+1", "1+x"),
+        ("We get 3 and then $1{,}200$ of them", "1200"),
+        ("it is 12.", "12"),
+        (r"we get 25\%", r"25\%"),
+    ],
+)
+def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
+    reward = resolve_reward("math_correctness")
+    assert reward.evaluate("", response, {"answer": answer}).metrics == {"correct": 1.0, "format": 0.0, "gave_up": 0.0}
+    assert reward("", response, {"answer": "77"}) == 0.0
+
+
+def _answers(shared_data: Path) -> list[str]:
+    lines = (shared_data / "math" / "MATH_train.jsonl").read_text().splitlines()
+    return [json.loads(line)["answer"] for line in lines]
+
+
+def _other_spelling(answer: str) -> str:
+    """The same answer in other LaTeX, so that more than the text is compared."""
+    return answer.replace("\\frac", "\\dfrac").replace("(", "\\left(").replace(")", "\\right)").replace("{,}", ",\\!") + " "
+
+
+def _check_population(answers: list[str]) -> None:
+    reward = resolve_reward("math_correctness")
+    wrong = [answer for answer in answers if reward("", f"\\boxed{{{_other_spelling(answer)}}}", {"answer": answer}) != 1.0]
+    assert wrong == []
+    positives = [
+        (answer, other)
+        for answer, other in zip(answers, [*answers[1:], answers[0]], strict=True)
+        if answer != other and reward("", f"\\boxed{{{other}}}", {"answer": answer}) == 1.0
+    ]
+    assert all(answer.rpartition("=")[2].strip() == other.rpartition("=")[2].strip() for answer, other in positives)
+
+
+def test_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data: Path):
+    _check_population(_answers(shared_data)[::40])
+
+
+@pytest.mark.campaign
+def test_all_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data: Path):
+    _check_population(_answers(shared_data))
+
+
+def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
+    reward = resolve_reward("gsm8k")
+    for name in ("train", "test"):
+        for line in (shared_data / "gsm8k" / f"{name}.jsonl").read_text().splitlines():
+            worked = json.loads(line)["answer"]
+            answer = worked.rpartition("####")[2].strip()
+            assert reward("", worked, {"answer": answer}) == 1.0

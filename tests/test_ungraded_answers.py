@@ -1,0 +1,121 @@
+"""Every built-in reward gives a number for every text: 0 and the metric `gave_up` where it cannot work an answer out."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+from hostile_answers import ANSWERS, GOLD
+
+from rl.rewards import Scorer, guard, register_reward, registered_rewards, resolve_reward
+from rl.rewards.registry import _REGISTRY
+
+SETTINGS = {
+    "exact_match": {},
+    "gsm8k": {},
+    "math_correctness": {},
+    "countdown": {},
+    "keyword_contains": {"keywords": ["a"]},
+    "length_penalty": {"target_length": 3},
+    "format_compliance": {"patterns": ["^a+$"], "json": True, "numbered_list": True},
+    "repetition": {},
+    "script": {"script": "latin"},
+    "language": {"language": "en"},
+    "composite": {"weights": {"math_correctness": 1.0, "gsm8k": 0.5}},
+    "cosine_length": {"max_length": 100, "reward": "math_correctness"},
+}
+META = {"answer": "7", "numbers": [1, 2, 3], "target": 7}
+
+
+def test_every_built_in_grader_of_texts_is_listed():
+    built_in = {name for name in registered_rewards() if _REGISTRY[name].builtin}
+    assert built_in - {"code_tests", "code_output"} == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_text_gets_a_number_in_time(name: str):
+    if name == "language":
+        pytest.importorskip("py3langid")
+    reward = resolve_reward(name, **SETTINGS[name])
+    meta = {**META, "answer": "8"}
+    for answer in ANSWERS:
+        for response in (answer, f"\\boxed{{{answer}}}", f"#### {answer}"):
+            begin = time.process_time()
+            result = reward.evaluate("", response, meta)
+            assert math.isfinite(result.reward) and all(map(math.isfinite, result.metrics.values())), ascii(response[:80])
+            assert time.process_time() - begin < 8, ascii(response[:80])
+
+
+def test_no_ungraded_answer_is_right():
+    reward = resolve_reward("math_correctness")
+    given_up = 0
+    for expected in GOLD[::4]:
+        for answer in ANSWERS:
+            result = reward.evaluate("", f"\\boxed{{{answer}}}", {"answer": expected})
+            assert result.reward == 0.0, (expected, ascii(answer[:80]))
+            given_up += result.metrics["gave_up"] == 1.0
+    assert given_up > len(ANSWERS) // 2
+
+
+@pytest.mark.campaign
+def test_no_ungraded_answer_is_right_for_any_expected_answer():
+    reward = resolve_reward("math_correctness")
+    for expected in GOLD:
+        for answer in ANSWERS:
+            begin = time.process_time()
+            assert reward.evaluate("", f"\\boxed{{{answer}}}", {"answer": expected}).reward == 0.0, (expected, ascii(answer[:80]))
+            assert time.process_time() - begin < 8, (expected, ascii(answer[:80]))
+
+
+ENDLESS = {"patterns": ["^(a+)+$"]}  # of this expression Python's matcher tries 2^40 ways, in C
+
+
+def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
+    with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=1.0, workers=1) as scorer:
+        scores = scorer.score_many([("", "a" * 40 + "b", {}), ("", "aaa", {})])
+    assert [score.reward for score in scores] == [0.0, 1.0] and [score.error for score in scores] == [None, None]
+    assert scores[0].metrics == {"gave_up": 1.0} and scorer.counts["timeouts"] == 1
+
+
+def test_a_built_in_grader_whose_worker_is_killed_scores_0():
+    with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=60.0, workers=1) as scorer:
+        pending = scorer.submit("", "a" * 40 + "b", {})
+        others = set(guard.descendants(os.getpid()))
+        with pytest.raises(TimeoutError):
+            pending.result(timeout=1.0)
+        for pid in others:
+            guard.kill(pid)
+        score = pending.result(timeout=30.0)
+    assert score.reward == 0.0 and score.metrics == {"gave_up": 1.0} and scorer.counts["deaths"] == 1
+
+
+def test_a_built_in_grader_that_raises_scores_0_with_its_metrics(monkeypatch):
+    from rl.rewards import maths
+
+    def breaks(prompt, response, meta=None):
+        return maths.RewardResult(10**400 if response == "large" else {}[response], {})
+
+    breaks.__module__ = "rl.rewards.breaks"
+    before = dict(_REGISTRY)
+    try:
+        register_reward("breaks", bounded=True, reports=("correct",))(breaks)
+        with Scorer("breaks") as scorer:
+            scores = scorer.score_many([("", "large", {}), ("", "missing", {})])
+    finally:
+        _REGISTRY.clear()
+        _REGISTRY.update(before)
+    assert [(score.reward, score.metrics) for score in scores] == [(0.0, {"correct": 0.0, "gave_up": 1.0})] * 2
+
+
+def test_a_fault_of_the_problem_and_a_reward_of_ones_own_stay_not_scored():
+    def own(prompt, response, meta):
+        raise KeyError(response)
+
+    with Scorer("math_correctness", workers=1) as scorer:
+        (score,) = scorer.score_many([("", "5", {"anser": "5"})])
+    assert score.reward is None and "no answer to compare with" in (score.error or "")
+    with Scorer(own) as scorer:
+        (score,) = scorer.score_many([("", "5", {})])
+    assert score.reward is None and score.failure == "error"
