@@ -13,7 +13,7 @@ from rl.credit import OVER_BATCH, WITHIN_GROUP, AdaptiveKL, PerProblemMean, Rewa
 from rl.episodes import Trajectory, TrajectoryGroup, trajectory_to_datums
 from rl.judges import FrozenScorer, check_vocabulary
 from rl.methods.base import Hosts, Models, Progress
-from rl.methods.grpo_settings import COMPARING, GrpoSettings
+from rl.methods.grpo_settings import COMPARING, VARIANTS, GrpoSettings
 from rl.methods.steps import (
     corrected_datums,
     correction,
@@ -33,35 +33,32 @@ def adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
     return AdaptiveKL(given, kl.kl_target, kl.kl_rate)
 
 
-def clients(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference, where there is a price on the KL to it, and the model that rewards, where one does."""
-    return {**_reference(settings, hosts), **hosts.rewards(settings.learned)}
-
-
-def _reference(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
-    named = settings.kl.reference_model
-    if not adaptive_kl(settings).active:
-        return {}
-    if named is None:
-        return {"reference": hosts.beginning()}
-    reference = hosts.load(named)
-    check_vocabulary(hosts.policy, reference, f"reference {named}")
-    return {"reference": FrozenScorer(reference)}
-
-
-def keeps_beginning(settings: GrpoSettings) -> bool:
-    return adaptive_kl(settings).active and settings.kl.reference_model is None
-
-
-def weights(settings: GrpoSettings) -> list[str]:
-    named = settings.kl.reference_model
-    return [*([] if named is None or not adaptive_kl(settings).active else [named]), *settings.learned.named]
-
-
 class PolicyGradient:
-    """The hooks of `grpo` and `reinforce`."""
+    """The hooks of `grpo` and `reinforce`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = True
+    variants = VARIANTS
+
+    @staticmethod
+    def clients(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
+        """Make the reference, where there is a price on the KL to it."""
+        named = settings.kl.reference_model
+        if not adaptive_kl(settings).active:
+            return {}
+        if named is None:
+            return {"reference": hosts.beginning()}
+        reference = hosts.load(named)
+        check_vocabulary(hosts.policy, reference, f"reference {named}")
+        return {"reference": FrozenScorer(reference)}
+
+    @staticmethod
+    def keeps_beginning(settings: GrpoSettings) -> bool:
+        return adaptive_kl(settings).active and settings.kl.reference_model is None
+
+    @staticmethod
+    def weights(settings: GrpoSettings) -> list[str]:
+        named = settings.kl.reference_model
+        return [] if named is None or not adaptive_kl(settings).active else [named]
 
     def __init__(self, settings: Any):
         self.settings = settings

@@ -25,45 +25,49 @@ from rl.seeds import derive_seed
 from rl.types import AdamParams, Datum, ForwardBackwardOutput
 
 
-def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference, the critic and the model that rewards, where the settings ask for them."""
-    found: dict[str, Any] = {**hosts.rewards(settings.learned)}
-    named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
-    if _kl(settings).active:
-        if named is None:
-            found["reference"] = hosts.beginning()
-        else:
-            reference = hosts.load(named)
-            check_vocabulary(hosts.policy, reference, f"reference {named}")
-            found["reference"] = FrozenScorer(reference)
-    if critic_model is not None:
-        found["critic"] = hosts.critic(critic_model)
-        check_vocabulary(hosts.policy, found["critic"], f"critic {critic_model}")
-    return found
-
-
-def keeps_beginning(settings: PpoSettings) -> bool:
-    return _kl(settings).active and settings.kl.reference_model is None
-
-
-def weights(settings: PpoSettings) -> list[str]:
-    named = settings.kl.reference_model
-    return [*([] if named is None or not _kl(settings).active else [named]), *settings.learned.named]
-
-
-def has_value_head(settings: PpoSettings) -> bool:
-    """Whether the value is a head on the policy."""
-    return settings.ppo.critic_model is None
-
-
 def _kl(settings: PpoSettings) -> AdaptiveKL:
     return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
 
 
 class Ppo:
-    """The hooks of `ppo`."""
+    """The hooks of `ppo`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = True
+
+    @staticmethod
+    def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
+        """Make the reference and the critic, where the settings ask for them."""
+        models: dict[str, Any] = {}
+        named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
+        if _kl(settings).active:
+            if named is None:
+                models["reference"] = hosts.beginning()
+            else:
+                reference = hosts.load(named)
+                check_vocabulary(hosts.policy, reference, f"reference {named}")
+                models["reference"] = FrozenScorer(reference)
+        if critic_model is not None:
+            models["critic"] = hosts.critic(critic_model)
+            check_vocabulary(hosts.policy, models["critic"], f"critic {critic_model}")
+        return models
+
+    @staticmethod
+    def critic(settings: PpoSettings) -> str | None:
+        return settings.ppo.critic_model
+
+    @staticmethod
+    def keeps_beginning(settings: PpoSettings) -> bool:
+        return _kl(settings).active and settings.kl.reference_model is None
+
+    @staticmethod
+    def weights(settings: PpoSettings) -> list[str]:
+        named = settings.kl.reference_model
+        return [] if named is None or not _kl(settings).active else [named]
+
+    @staticmethod
+    def value_head(settings: PpoSettings) -> bool:
+        """Return whether the value is a head on the policy."""
+        return settings.ppo.critic_model is None
 
     def __init__(self, settings: PpoSettings):
         self.settings = settings
