@@ -1,8 +1,8 @@
 """Rewards to advantages: baselines, returns, shaping, KL, schedules."""
 
 from rl.credit.advantages import (
-    OVER_BATCH,
-    WITHIN_GROUP,
+    ADVANTAGES,
+    Estimator,
     PerProblemMean,
     RunningMean,
     batch_normalised,
@@ -15,13 +15,13 @@ from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
 from rl.credit.shaping import RewardShaper
 
 __all__ = [
+    "ADVANTAGES",
     "AdaptiveKL",
     "Correction",
-    "OVER_BATCH",
+    "Estimator",
     "PerProblemMean",
     "RewardShaper",
     "RunningMean",
-    "WITHIN_GROUP",
     "batch_normalised",
     "corrected",
     "episodes",

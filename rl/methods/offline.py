@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.credit import WITHIN_GROUP
+from rl.credit import ADVANTAGES
 from rl.data import Limits
 from rl.episodes import supervised_datum
 from rl.errors import UserError
@@ -77,7 +77,7 @@ class Offline:
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [_credited(d, a.reward - v, a.reward) for d, a, v in zip(datums, answers, values, strict=True)]
         kind = {"group": "mean", "none": "none"}[self.how.baseline]
-        credit = [float(a) for row in rows for a in WITHIN_GROUP[kind]([answer.reward for answer in row.answers])]
+        credit = [float(a) for row in rows for a in ADVANTAGES[kind].fn([answer.reward for answer in row.answers])]
         return [_credited(d, np.full(d.model_input.length, a)) for d, a in zip(datums, credit, strict=True)]
 
     def _with_behaviour(self, datums: Sequence[Datum], answers: Sequence[StoredAnswer], models: Models) -> list[Datum]:

@@ -17,8 +17,6 @@ from rl.settings import CorrectionSettings, LoopSettings, OptimSettings
 from rl.types import AdamParams, Datum, TensorData
 
 Item = TypeVar("Item")
-# Losses whose gradient is their advantages': without one other than 0, only a term that is added to them has one.
-_OF_ADVANTAGES = ("importance_sampling", "ppo", "cispo", "gspo")
 
 
 def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: float) -> AdamParams:
@@ -200,9 +198,15 @@ def expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
+    """Return whether the loss or a term that is added to it can have a gradient; it has none without an action."""
+    from rl.losses import get_loss, switched_on  # with torch, which settings and --help do without
+
     if loss == "cross_entropy":
         return any("weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any() for datum in datums)
-    if loss not in _OF_ADVANTAGES or any(config.get(term, 0.0) for term in ("entropy_coef", "kl_coef", "value_coef")):
+    if all("mask" in datum.loss_fn_inputs for datum in datums) and not action_tokens(datums):
+        return False
+    spec = get_loss(loss)
+    if not spec.needs_advantages or (spec.terms and switched_on(config)):
         return True
     return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)
 
