@@ -10,7 +10,7 @@ from rl.credit.advantages import (
     returns_to_go,
     token_advantages,
 )
-from rl.credit.corrections import Correction, corrected, episodes
+from rl.credit.corrections import Correction, corrected, episodes, merged_sample_size
 from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
 from rl.credit.shaping import RewardShaper
 
@@ -28,6 +28,7 @@ __all__ = [
     "gaps",
     "has_signal",
     "kl_metrics",
+    "merged_sample_size",
     "penalised",
     "returns_to_go",
     "token_advantages",

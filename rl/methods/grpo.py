@@ -137,7 +137,7 @@ class PolicyGradient:
             peak=settings.learning_rate,
             max_tokens=settings.sampling.max_tokens,
         )
-        if self._kl_metrics:
+        if "optim/kl_ref_k3" in self._kl_metrics:
             self.kl.update(self._kl_metrics["optim/kl_ref_k3"])
         return {**metrics, **before, **self.shaper.metrics, **self._kl_metrics}
 

@@ -139,8 +139,8 @@ class Ppo:
             after = models.policy.forward(datums, "importance_sampling", temperature).result()
             now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
             moved = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
-            if how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl:
-                break
+            if not moved or (how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl):
+                break  # without an action, which a correction may leave out all of, there is nothing to learn from
         metrics = {"optim/lr": params.learning_rate, **tally.summary(), **before, **moved, **self._credited, **self.shaper.metrics}
         metrics |= {"optim/epochs": epoch + 1, "optim/tokens": action_tokens(datums)}
         if "optim/kl_ref_k3" in metrics:
@@ -148,8 +148,11 @@ class Ppo:
         return metrics
 
     def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally) -> ForwardBackwardOutput:
-        """One minibatch: an optimizer step of the policy, and one of the critic."""
+        """One minibatch: an optimizer step of the policy, and one of the critic; at learning rate 0 where no action is left."""
         how, size = self.settings.ppo, divisor(part, "tokens")
+        if not action_tokens(part):
+            params = replace(params, learning_rate=0.0)
+            tally.metrics["optim/skipped_no_signal"] = tally.metrics.get("optim/skipped_no_signal", 0.0) + 1
         forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
         update = models.policy.optim_step(params)
         if models.critic is not None:
