@@ -156,12 +156,12 @@ class Plan:
 
     def __init__(self, seed: int):
         chance = self.chance = random.Random(seed)
-        self.size, self.group, self.bound, self.steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(0, 3), chance.randint(1, 6)
+        self.size, self.group, self.bound, self.steps = chance.randint(1, 4), chance.randint(1, 3), chance.choice([0, 1, 2, 3, 3]), chance.randint(1, 8)
         self.redraw, self.far, self.recompute_cache = chance.random() < 0.5, chance.random() < 0.4, chance.random() < 0.5
-        self.slice_steps, self.longest = chance.randint(1, 4), chance.choice([3, 12, 60])
-        self.slow_update = chance.choice([0, 2, 12])
-        self.save_every = chance.choice([0, 1, 2])
-        self.kills = {done for done in range(1, self.steps) if self.due(done) and chance.random() < 0.5}
+        self.slice_steps, self.longest = chance.randint(1, 4), chance.choice([3, 12, 90])
+        self.slow_update = chance.choice([0, 2, 6])
+        self.save_every = chance.choice([0, 1, 1, 2])
+        self.kills = {done for done in range(1, self.steps) if self.due(done) and chance.random() < 0.6}
         self.turns = [[chance.randint(1, 3) for _ in range(self.group)] for _ in range(self.size * self.steps)]
 
     def due(self, done: int) -> bool:
@@ -170,7 +170,7 @@ class Plan:
     def length(self, seed: int, problem: int, index: int) -> int:
         """Mostly short, now and then as long as can be."""
         drawn = random.Random(derive_seed("length", seed, problem, index)).random()
-        return 1 + int(self.longest * drawn**6)
+        return 1 + int(self.longest * drawn**2)
 
 
 class Loop:
