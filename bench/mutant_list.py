@@ -435,4 +435,12 @@ MUTANTS = [
       "second review: an environment that failed is not closed", "continuous"),
     M("rl/episodes/playing.py", "last.reward, last.metrics = last.reward + reward,", "last.reward, last.metrics = reward,",
       "second review: what was earned before there was no room", "rollout continuous"),
+    M("rl/sampler/pages.py", "if prompt.length % self.size and self.pool.held[prompt.pages[-1]] > 1:", "if False:",
+      "second review: a conversation's next turn is written into a page that others read", "block_tables"),
+    M("rl/sampler/pages.py", "            self.pool.release(prompt.pages)\n            prompt.pages = []\n        prompt.rows += 1",
+      "            prompt.pages = []\n        prompt.rows += 1", "second review: a row that comes back loses its prompt's pages", "block_tables"),
+    M("rl/sampler/pages.py", "groups.setdefault((id(row.prompt), row.pages[0]), [])", "groups.setdefault((id(row.prompt), 0), [])",
+      "second review: a row that came back is read with others' pages", "block_tables"),
+    M("rl/sampler/pages.py", "sum(min(count, self.pool.held[page] - 1) for page, count in writers.items())", "len(writers)",
+      "second review: copies of shared pages are counted wrong", "block_tables"),
 ]

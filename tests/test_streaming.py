@@ -21,14 +21,14 @@ from rl.settings import unflatten
 from rl.types import Datum, ModelInput, SampledSequence
 
 LOSSES = {
-    "ppo, tokens": {"normalise": "tokens"},
-    "ppo, sequences": {"normalise": "sequences", "clip_low": 0.9, "clip_high": 1.05},
-    "ppo, sequence means": {"normalise": "sequence_means", "advantage": "mean_std"},
-    "ppo, constant": {"normalise": "constant"},
-    "ppo, sum": {"normalise": "sum"},
-    "ppo, entropy": {"entropy_coef": 0.02, "normalise": "sequence_means"},
-    "ppo, to go": {"step_rewards": "to_go", "reward_discount": 0.9},
-    "importance sampling": {"loss": "importance_sampling", "advantage": "leave_one_out", "normalise": "sequences"},
+    "ppo-tokens": {"normalise": "tokens"},
+    "ppo-sequences": {"normalise": "sequences", "clip_low": 0.9, "clip_high": 1.05},
+    "ppo-sequence_means": {"normalise": "sequence_means", "advantage": "mean_std"},
+    "ppo-constant": {"normalise": "constant"},
+    "ppo-sum": {"normalise": "sum"},
+    "ppo-entropy": {"entropy_coef": 0.02, "normalise": "sequence_means"},
+    "ppo-to_go": {"step_rewards": "to_go", "reward_discount": 0.9},
+    "importance_sampling": {"loss": "importance_sampling", "advantage": "leave_one_out", "normalise": "sequences"},
     "cispo": {"loss": "cispo", "clip_low": 0.0, "clip_high": 5.0},
     "gspo": {"loss": "gspo", "normalise": "sequence_means", "advantage": "none"},
 }
@@ -36,14 +36,14 @@ LOW, BOTH = {"correction_low": 0.7}, {"correction_low": 0.7, "correction_high": 
 CORRECTIONS = {
     "none": {},
     "truncated_is": {"truncated_is": 1.3},
-    "truncate, token": {"correction": "truncate", "correction_high": 1.2},
-    "truncate, sequence": {"correction": "truncate", "correction_level": "sequence"},
-    "truncate, against the learner": {"correction": "truncate", "proximal": "learner"},
-    "icepop, token": {"correction": "icepop", **BOTH},
-    "icepop, sequence": {"correction": "icepop", "correction_level": "sequence", **LOW},
-    "mask, token": {"correction": "mask", **BOTH},
-    "mask, sequence": {"correction": "mask", "correction_level": "sequence", **LOW},
-    "mask, geometric": {"correction": "mask", "correction_level": "geometric", "correction_low": 0.9, "correction_high": 1.1},
+    "truncate-token": {"correction": "truncate", "correction_high": 1.2},
+    "truncate-sequence": {"correction": "truncate", "correction_level": "sequence"},
+    "truncate-against_the_learner": {"correction": "truncate", "proximal": "learner"},
+    "icepop-token": {"correction": "icepop", **BOTH},
+    "icepop-sequence": {"correction": "icepop", "correction_level": "sequence", **LOW},
+    "mask-token": {"correction": "mask", **BOTH},
+    "mask-sequence": {"correction": "mask", "correction_level": "sequence", **LOW},
+    "mask-geometric": {"correction": "mask", "correction_level": "geometric", "correction_low": 0.9, "correction_high": 1.1},
 }
 OFTEN = {"kl_coef": 0.0, "max_tokens": 6, "group_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-3, "batch_size": 6, "steps": 1}
 PARTS = (2, 4, 6)  # the second part is groups 2 and 3
@@ -77,9 +77,19 @@ def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGr
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory):
+def pair(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
-        yield [service.create_full_training_client("tiny:addition-small", seed=1) for _ in range(2)]
+        made = [service.create_full_training_client("tiny:addition-small", seed=1) for _ in range(2)]
+        yield made, made[0].save_state("beginning").result().path
+
+
+@pytest.fixture
+def clients(pair):
+    """Two clients as they began, whatever other tests did with them."""
+    made, path = pair
+    for client in made:
+        client.load_state_with_optimizer(path).result()
+    return made
 
 
 def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -133,7 +143,7 @@ def test_parts_are_the_whole_batch_whichever_groups_are_silent(clients, loss, co
         compare(clients, loss, correction, 100 * seed, silent)
 
 
-@pytest.mark.parametrize("loss", ["ppo, tokens", "ppo, sequence means", "importance sampling"])
+@pytest.mark.parametrize("loss", ["ppo-tokens", "ppo-sequence_means", "importance_sampling"])
 def test_a_batch_without_signal_moves_nothing(clients, loss):
     """AdamW remembers the updates before, and would move the weights by them."""
     compare(clients, loss, "none", 20, silent=set())
