@@ -217,9 +217,8 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
                 else:
                     own = own - (ratio * credit).sum()
             total = total + (own / max(1, tokens) if normalise == "sequence_means" else own)
-    divisor = {
-        "tokens": kept_tokens, "sequences": kept_episodes, "sequence_means": kept_episodes, "constant": kept_episodes * MAX_TOKENS, "sum": 1,
-    }[normalise]  # fmt: skip
+    of_episodes = {"sequences": kept_episodes, "sequence_means": kept_episodes, "constant": kept_episodes * MAX_TOKENS}
+    divisor = {"tokens": kept_tokens, "sum": 1, **of_episodes}[normalise]
     model.zero_grad()
     (total / divisor).backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))

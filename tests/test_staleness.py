@@ -156,7 +156,8 @@ class Plan:
 
     def __init__(self, seed: int):
         chance = self.chance = random.Random(seed)
-        self.size, self.group, self.bound, self.steps = chance.randint(1, 4), chance.randint(1, 3), chance.choice([0, 1, 2, 3, 3]), chance.randint(1, 8)
+        self.size, self.group = chance.randint(1, 4), chance.randint(1, 3)
+        self.bound, self.steps = chance.choice([0, 1, 2, 3, 3]), chance.randint(1, 8)
         self.redraw, self.far, self.recompute_cache = chance.random() < 0.5, chance.random() < 0.4, chance.random() < 0.5
         self.slice_steps, self.longest = chance.randint(1, 4), chance.choice([3, 12, 90])
         self.slow_update = chance.choice([0, 2, 6])
