@@ -72,7 +72,7 @@ def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path
     prepared, spec = prepare(plan), METHODS["dpo"]
     with ServiceClient(output_dir=folder, seed=args.seed, settings=worker_settings([plan])) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
-        others = spec.clients(plan.settings, StageHosts(service, policy, plan.settings.model, None, {}, args.seed))
+        others = spec.other_models(plan.settings, StageHosts(service, policy, plan.settings.model, None, {}, args.seed))
         unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
         stage = KeptStage(
             name="dpo", index=0, method=spec.hooks(plan.settings), models=Models(policy, others), problems=prepared.problems,

@@ -171,7 +171,14 @@ def test_datums_carry_the_correction(kind, level, against_learner):
         np.testing.assert_array_equal(inputs["mask"].array, stays)
         q = datum.loss_fn_inputs["logprobs"].array
         np.testing.assert_allclose(inputs["logprobs"].array, np.where(mask, lp, 0.0) if against_learner else q, rtol=1e-6)
-        assert ("drawn_logprobs" in inputs) == against_learner and new.episode_share == datum.episode_share
+        assert ("drawn_logprobs" in inputs) == against_learner
+    removed = kind == "mask"
+    tokens = [int(stays.sum()) for stays in kept]
+    ends = [tokens[0], tokens[1] + tokens[2], tokens[1] + tokens[2], tokens[3]]
+    lost = [int(mask.sum()) - n for mask, n in zip(masks, tokens, strict=True)]
+    lost[1] = lost[2] = lost[1] + lost[2]
+    shares = [n / max(1, end) if removed and gone else d.episode_share for n, end, gone, d in zip(tokens, ends, lost, datums, strict=True)]
+    assert [new.episode_share for new in found] == pytest.approx(shares)
     assert ("optim/correction_weight" in metrics) == (kind != "none") and "optim/kl_sample_train_v1" in metrics
 
 

@@ -50,16 +50,23 @@ def trained(datums) -> np.ndarray:
     return np.concatenate([d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums])
 
 
+def deviation(r):
+    return math.sqrt(math.fsum((x - math.fsum(r) / len(r)) ** 2 for x in r) / len(r))
+
+
 COMPARED = {
     "mean": lambda r, i: r[i] - math.fsum(r) / len(r),
-    "mean_std": lambda r, i: (r[i] - math.fsum(r) / len(r)) / math.sqrt(math.fsum((x - math.fsum(r) / len(r)) ** 2 for x in r) / len(r)),
+    "mean_std": lambda r, i: (r[i] - math.fsum(r) / len(r)) / (deviation(r) + 1e-6),
     "leave_one_out": lambda r, i: r[i] - math.fsum(x for k, x in enumerate(r) if k != i) / (len(r) - 1),
     "none": lambda r, i: r[i],
 }
 
 
 @pytest.mark.parametrize("advantage", COMPARED)
-@pytest.mark.parametrize(("step_rewards", "discount"), [("sum", 1.0), ("to_go", 1.0), ("to_go", 0.7), ("to_go", 0.0)])
+@pytest.mark.parametrize(
+    ("step_rewards", "discount"),
+    [("sum", 1.0), *((kind, discount) for kind in ("to_go", "process_supervision") for discount in (1.0, 0.7, 0.0))],
+)
 def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, discount):
     groups = random_groups(3, 8, 4)
     pg = PolicyGradientSettings(advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4)
@@ -69,7 +76,8 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
         rewards_G_N = [[t.reward for t in e.transitions] for e in group.trajectories_G]
         for steps, final in zip(rewards_G_N, group.final_rewards_G, strict=True):
             steps[-1] += final
-        # each total is compared with those of the group; or each single reward with all of the group's, and turns then add up what follows
+        # each total is compared with those of the group; each turn's rest with the others' rest at that turn, where they have one; or
+        # each single reward with all of the group's, and turns then add up what follows
         pool = [math.fsum(steps) for steps in rewards_G_N] if step_rewards == "sum" else [r for steps in rewards_G_N for r in steps]
         assert has_signal(pool)
         compared = [COMPARED[advantage](pool, i) for i in range(len(pool))]
@@ -79,6 +87,11 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
             for t, turn in enumerate(episode.transitions):
                 if step_rewards == "sum":
                     value = compared[g]
+                elif step_rewards == "to_go":
+                    alive = [i for i, steps in enumerate(rewards_G_N) if len(steps) > t]
+                    rest = [math.fsum(discount ** (k - t) * rewards_G_N[i][k] for k in range(t, len(rewards_G_N[i]))) for i in alive]
+                    alone = len(alive) == 1 and advantage != "none"
+                    value = 0.0 if alone else COMPARED[advantage](rest, alive.index(g))
                 else:
                     value = math.fsum(discount ** (k - t) * compared[at + k] for k in range(t, count))
                 wanted += [value] * len(turn.ac.tokens)

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from helpers import call, make_worker, random_datums
 
 from rl.credit.advantages import (
+    ADVANTAGES,
+    Estimator,
     PerProblemMean,
     batch_normalised,
     centred,
@@ -34,6 +37,7 @@ from rl.run.said import Said
 from rl.run.samples import EveryRewardFailed, Samples
 from rl.run.stage import Stage
 from rl.settings.cli import read
+from rl.settings.flow_tables import FlowSettings
 from rl.settings.run_plan import from_resolved, resolved
 from rl.settings.tables import KlSettings, LoopSettings, RunSettings, SamplingSettings
 from rl.types import ModelInput, SampledSequence, TensorData
@@ -108,19 +112,73 @@ def advantages(datums) -> list[list[float]]:
 def test_process_rewards_reach_the_tokens_of_their_turn():
     """By hand: five step rewards of mean 1; each turn gets the sum of what it and later turns earned beyond that."""
     groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
-    datums = method(step_rewards="to_go").credit(groups, None)
+    datums = method(step_rewards="process_supervision").credit(groups, None)
     assert advantages(datums) == [[0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
-    discounted = method(step_rewards="to_go", reward_discount=0.5).credit(groups, None)
+    discounted = method(step_rewards="process_supervision", reward_discount=0.5).credit(groups, None)
     assert advantages(discounted)[0] == [-0.25, -0.25, -0.5, -0.5, 1.0, 1.0]
     whole = method().credit([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
     assert advantages(whole) == [[0.5] * 6, [-0.5] * 4]
 
 
+def test_each_turn_is_compared_with_the_others_at_that_turn_by_hand():
+    """Rewards 1, 0, 2 and 0, 2: rests of 3, 2, 2 and 2, 2, of mean 2.5 at the first turn, 2 at the second, 2 of one alone at the third."""
+    groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
+    datums = method(step_rewards="to_go").credit(groups, None)
+    assert advantages(datums) == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0]]
+    discounted = method(step_rewards="to_go", reward_discount=0.5).credit([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
+    assert advantages(discounted) == [[0.25, 0.25, -0.5, -0.5, 0.0, 0.0], [-0.25, -0.25, 0.5, 0.5]]
+
+
+COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compares_members]
+
+
+@pytest.mark.parametrize("advantage", COMPARING)
+def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
+    """A reward at the end alone: after one, two and three turns; beside a group that has signal, which a batch's std needs."""
+    groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
+    datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).credit(groups, None)
+    assert [any(a) for a in advantages(datums)] == [False, False, False, True, True]
+    paper = method(advantage="mean", step_rewards="process_supervision").credit([group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0])], None)
+    assert any(any(a) for a in advantages(paper))  # the paper's form credits them differently
+
+
 @pytest.mark.parametrize("advantage", ["mean", "mean_std", "leave_one_out", "batch", "mean_batch_std", "running_mean", "none"])
 def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advantage):
     groups = [group([1.0], [0.0], [0.5]), group([0.25], [0.0], [1.0], problem=1)]
-    both = [method(advantage=advantage, step_rewards=kind).credit(groups, None) for kind in ("sum", "to_go")]
-    assert advantages(both[0]) == advantages(both[1])
+    kinds = ("sum", "to_go", "process_supervision")
+    every = [advantages(method(advantage=advantage, step_rewards=kind).credit(groups, None)) for kind in kinds]
+    assert every[0] == every[1] == every[2]
+
+
+def test_a_new_estimator_is_one_entry(monkeypatch):
+    """Its properties come with it: streaming, groups of one and groups without signal know it at once."""
+    best = Estimator(lambda rewards_G: np.asarray(rewards_G) - max(rewards_G), scope="group", compares_members=True)
+    monkeypatch.setitem(ADVANTAGES, "best", best)
+    groups = [group([1.0], [1.0]), group([1.0], [0.25], problem=1)]
+    assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]  # the first group has no signal
+    with pytest.raises(ValueError, match="a group of one has no one to be compared with: advantage 'best'"):
+        method(advantage="best", group_size=1)
+    monkeypatch.setitem(ADVANTAGES, "best", replace(best, scope="batch", fn=lambda rewards_P_G: [best.fn(r) for r in rewards_P_G]))
+    assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]
+    pg = PolicyGradientSettings(advantage="best")
+    with pytest.raises(ValueError, match="advantage best compares the answers of the whole batch"):
+        GrpoSettings(policy_gradient=pg, flow=FlowSettings(stream_minibatches=2))
+    with pytest.raises(ValueError, match="advantage is one of mean, .*; got 'worst'"):
+        PolicyGradientSettings(advantage="worst")
+
+
+def test_every_estimator_is_a_choice_of_the_line():
+    assert set(get_args(get_type_hints(PolicyGradientSettings)["advantage"])) == set(ADVANTAGES)
+
+
+def test_what_an_estimator_remembers_survives_a_checkpoint():
+    for name in ("running_mean", "per_problem"):
+        went, back = method(advantage=name), method(advantage=name)
+        went.credit([group([1.0], [0.0]), group([1.0], [1.0], problem=1)], None)
+        back.load_state(json.loads(json.dumps(went.state())))
+        later = [[group([0.5], [0.0]), group([1.0], [0.25], problem=2)] for _ in range(2)]
+        assert advantages(went.credit(later[0], None)) == advantages(back.credit(later[1], None))
+    assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}  # the names in earlier checkpoints
 
 
 def test_groups_without_signal_stay_where_another_term_needs_them():

@@ -1,12 +1,18 @@
 """Losses: by hand, gradients against float64 finite differences, and expectations enumerated on a tiny vocabulary."""
 
 import itertools
+import math
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from helpers import call, make_worker, random_datums
 
-from rl.losses.losses import LOSSES, get_loss
+from kernels.policy_kinds import KINDS
+from rl.losses.losses import LOSSES, LossSpec, get_loss
+from rl.methods.steps import has_signal, with_fields
 
 CU = torch.tensor([0, 3, 6])
 RL_LOSSES = ["importance_sampling", "ppo", "cispo"]
@@ -163,6 +169,61 @@ def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
     assert results[1][2] == results[0][2]
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_a_kernel_where_its_entry_names_one(name):
+    spec = LOSSES[name]
+    assert spec.fused_kind is None or spec.fused_kind in KINDS
+    assert (spec.on(GPU, fused=True) is spec.fn) == (spec.fused_kind is None)
+    assert spec.on(GPU, fused=False) is spec.fn and spec.on(torch.device("cpu"), fused=True) is spec.fn
+
+
+@pytest.mark.parametrize("name", [name for name, spec in LOSSES.items() if "advantages" in spec.required])
+def test_what_has_no_gradient_without_advantages_is_declared(name):
+    """Off the policy, and with every other field in place: the slopes say it."""
+    generator, spec = torch.Generator().manual_seed(3), LOSSES[name]
+    leaf = (-torch.rand(6, generator=generator)).requires_grad_(True)
+    inputs = {"advantages": torch.zeros(6), "mask": torch.ones(6), "logprobs": -torch.rand(6, generator=generator)}
+    inputs |= {"values": leaf + 1, "returns": torch.ones(6)}
+    total, _ = spec.fn(leaf, torch.zeros(6), inputs, CU, {"tau": 1.0, "cql_coef": 0.1, "value_coef": 1.0, "expectile": 0.7})
+    (slope,) = torch.autograd.grad(total, leaf)
+    assert spec.needs_advantages == (not slope.any())
+
+
+def soft_gate(logp_T, entropy_T, inputs, cu_seqlens, config):
+    """-4 sum sigmoid(r - 1) A over actions: a new loss, which has no kernel."""
+    active_T = inputs["mask"] != 0
+    ratio_T = torch.where(active_T, logp_T - inputs["logprobs"], 0.0).exp()
+    advantages_T = torch.where(active_T, inputs["advantages"], 0.0)
+    return -4 * (torch.sigmoid(ratio_T - 1) * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
+
+
+def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_kernels(monkeypatch):
+    """The choice of a GPU, made on this device: the new loss takes its plain formula, and the learner's gradient is that formula's."""
+    spec = LossSpec(soft_gate, ("target_tokens", "advantages", "logprobs"), needs_advantages=True, as_sampled=True, terms=True, masked=True)
+    monkeypatch.setitem(LOSSES, "soft_gate", spec)
+    choose = LossSpec.on
+    monkeypatch.setattr(LossSpec, "on", lambda self, device, *, fused: choose(self, GPU, fused=True))
+    datums = random_datums(3)
+    worker = make_worker()
+    outputs, metrics = call(worker, "forward_backward", 0, datums, get_loss("soft_gate"), {"temperature": 1.0}, 1.0, True)
+    expected = 0.0
+    for datum, output in zip(datums, outputs, strict=True):
+        fields = {name: value.array.astype(np.float64) for name, value in datum.loss_fn_inputs.items()}
+        ratio = np.exp(output["logprobs"].astype(np.float64) - fields["logprobs"])
+        gate = 1 / (1 + np.exp(1 - ratio))
+        expected -= 4 * math.fsum(a * g for a, g, m in zip(fields["advantages"], gate, fields["mask"], strict=True) if m)
+    assert metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert any(p.grad is not None and p.grad.any() for p in worker.learners[0].trainable.values())
+    assert not has_signal([with_fields(d, advantages=np.zeros(d.model_input.length)) for d in datums], "soft_gate", {})
+    assert has_signal(datums, "soft_gate", {})
+    unknown = replace(spec, fused_kind="soft_gate")  # what every entry was taken to have
+    with pytest.raises(ValueError, match="soft_gate"):
+        unknown.on(GPU, fused=True)(torch.zeros(2), torch.zeros(2), {"advantages": torch.ones(2), "mask": torch.ones(2)}, CU[:2], {})
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels.token_logprob import token_logprob
-from rl.credit.advantages import WITHIN_GROUP, returns_to_go, token_advantages
+from rl.credit.advantages import ADVANTAGES, returns_to_go, token_advantages
 from rl.losses.losses import LOSSES
 from rl.methods.steps import divisor, truncated_importance_sampling, weighted_by_sequence
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
@@ -226,9 +226,9 @@ def test_verl_group_advantages():
     rng = np.random.default_rng(0)
     for size in (2, 3, 8, 17):
         scores = rng.normal(size=size)
-        ours = WITHIN_GROUP["leave_one_out"](scores.tolist())
+        ours = ADVANTAGES["leave_one_out"].fn(scores.tolist())
         assert ours == pytest.approx([s - np.delete(scores, i).mean() for i, s in enumerate(scores)], rel=1e-12)
-        assert WITHIN_GROUP["mean"](scores.tolist()) == pytest.approx(scores - scores.mean(), abs=1e-15)
+        assert ADVANTAGES["mean"].fn(scores.tolist()) == pytest.approx(scores - scores.mean(), abs=1e-15)
 
 
 def test_verl_divides_by_the_sample_deviation():
@@ -238,7 +238,7 @@ def test_verl_divides_by_the_sample_deviation():
     """
     rewards = np.array([1.0, 1.00001])
     verl = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    ours = WITHIN_GROUP["mean_std"](rewards.tolist())
+    ours = ADVANTAGES["mean_std"].fn(rewards.tolist())
     assert ours == pytest.approx(verl * (rewards.std(ddof=1) + 1e-6) / (rewards.std() + 1e-6))
     assert not np.allclose(ours, verl, rtol=0.1)
 

@@ -1,8 +1,8 @@
 """Rewards to advantages: baselines, returns, shaping, KL, schedules."""
 
 from rl.credit.advantages import (
-    OVER_BATCH,
-    WITHIN_GROUP,
+    ADVANTAGES,
+    Estimator,
     PerProblemMean,
     RunningMean,
     batch_normalised,
@@ -10,24 +10,25 @@ from rl.credit.advantages import (
     returns_to_go,
     token_advantages,
 )
-from rl.credit.corrections import Correction, corrected, episodes
+from rl.credit.corrections import Correction, corrected, episodes, merged_sample_size
 from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
 from rl.credit.shaping import RewardShaper
 
 __all__ = [
+    "ADVANTAGES",
     "AdaptiveKL",
     "Correction",
-    "OVER_BATCH",
+    "Estimator",
     "PerProblemMean",
     "RewardShaper",
     "RunningMean",
-    "WITHIN_GROUP",
     "batch_normalised",
     "corrected",
     "episodes",
     "gaps",
     "has_signal",
     "kl_metrics",
+    "merged_sample_size",
     "penalised",
     "returns_to_go",
     "token_advantages",

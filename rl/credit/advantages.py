@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,11 +50,17 @@ class RunningMean:
         self.decay = decay
         self.value = value
 
-    def __call__(self, rewards_P_G: Sequence[Sequence[float]]) -> list[np.ndarray]:
+    def __call__(self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str] = ()) -> list[np.ndarray]:
         mean = float(np.mean([r for rewards in rewards_P_G for r in rewards]))
         baseline = mean if self.value is None else self.value
         self.value = self.decay * baseline + (1 - self.decay) * mean
         return [np.asarray(rewards, dtype=np.float64) - baseline for rewards in rewards_P_G]
+
+    def state(self) -> float | None:
+        return self.value
+
+    def load_state(self, state: float | None) -> None:
+        self.value = state
 
 
 class PerProblemMean:
@@ -77,6 +85,13 @@ class PerProblemMean:
             mean, known = float(np.mean(rewards_G)), self.values.get(key)
             self.values[key] = mean if known is None else self.decay * known + (1 - self.decay) * mean
         return advantages_P_G
+
+    def state(self) -> dict[str, Any]:
+        return {"values": self.values, "overall": self.overall.value}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.values = dict(state["values"])
+        self.overall.value = state["overall"]
 
 
 def batch_normalised(rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8) -> list[np.ndarray]:
@@ -119,14 +134,30 @@ def token_advantages(
     return advantages
 
 
-WITHIN_GROUP: dict[str, Callable[[Sequence[float]], np.ndarray]] = {
-    "mean": centred,
-    "mean_std": centred_by_std,
-    "leave_one_out": leave_one_out,
-    "none": without_baseline,
-}
+@dataclass(frozen=True)
+class Estimator:
+    """A way from rewards to advantages, and what settings and loops have to know of it.
 
-OVER_BATCH: dict[str, Callable[[Sequence[Sequence[float]]], list[np.ndarray]]] = {
-    "batch": batch_normalised,
-    "mean_batch_std": centred_by_batch_std,
+    fn                of scope "group": rewards of one group -> advantages; of scope "batch": those of all groups [P][G]
+    scope             whether an advantage depends on the answers of its own group alone, or on those of other groups too
+    compares_members  whether it tells the members of a group apart by each other: equal rewards then have no advantage
+    state_key         of one that remembers earlier batches: `fn` is its class, called with rewards [P][G] and keys [P], and a
+                      checkpoint holds its `state` under this name
+    """
+
+    fn: Callable[..., Any]
+    scope: Literal["group", "batch"]
+    compares_members: bool
+    state_key: str | None = None
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "mean": Estimator(centred, scope="group", compares_members=True),
+    "mean_std": Estimator(centred_by_std, scope="group", compares_members=True),
+    "leave_one_out": Estimator(leave_one_out, scope="group", compares_members=True),
+    "mean_batch_std": Estimator(centred_by_batch_std, scope="batch", compares_members=True),
+    "batch": Estimator(batch_normalised, scope="batch", compares_members=False),
+    "running_mean": Estimator(RunningMean, scope="batch", compares_members=False, state_key="baseline"),
+    "per_problem": Estimator(PerProblemMean, scope="batch", compares_members=False, state_key="per_problem"),
+    "none": Estimator(without_baseline, scope="group", compares_members=False),
 }

@@ -20,7 +20,7 @@ An episode that makes several datums is one sequence (`episodes`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,3 +115,18 @@ def _metrics(ratio_D: Arrays, masks_D: Arrays, weights_D: Arrays, kept_D: Arrays
         "optim/correction_weight": float(weight.mean()),
         "optim/correction_ess": float(weight.sum()) ** 2 / (len(weight) * squares) if squares else 0.0,
     }
+
+
+def merged_sample_size(parts: Sequence[tuple[int, Mapping[str, float]]]) -> float:
+    """Return `optim/correction_ess` of a batch from (drawn tokens, metrics) of its parts: (sum w)^2 / (n sum w^2) over all of them.
+
+    Of a part of n tokens with mean weight m and effective share e, sum w = n m and sum w^2 = n m^2 / e.
+    """
+    tokens, total, squares = 0, 0.0, 0.0
+    for count, metrics in parts:
+        if metrics.get("optim/correction_ess"):
+            mean = metrics["optim/correction_weight"]
+            total += count * mean
+            squares += count * mean * mean / metrics["optim/correction_ess"]
+        tokens += count
+    return total * total / (tokens * squares) if squares else 0.0

@@ -170,11 +170,11 @@ def custom(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor
 
 
 def one_pass(
-    kind: str, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+    kind: str, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config, *, clips: bool
 ) -> tuple[Tensor, Metrics]:
-    """The loss called `kind` in one pass over the tokens, gradient and metrics included (kernels.policy_loss).
+    """The loss that the kernel calls `kind` in one pass over the tokens, gradient and metrics included (kernels.policy_loss).
 
-    The same numbers as the plain function, which is its definition and the path off a GPU.
+    The same numbers as the plain function, which is its definition and the path off a GPU. `clips`: with its metrics of clipping.
     """
     from kernels import policy_loss
 
@@ -191,7 +191,7 @@ def one_pass(
         beta=config.get("beta", 0.05),
     )
     metrics = {"active_tokens:sum": sums["tokens"]}
-    if kind not in ("importance_sampling", "dro"):
+    if clips:
         metrics |= {"clipped_low:sum": sums["clipped_low"], "clipped_high:sum": sums["clipped_high"]}
     return value, metrics
 
@@ -200,7 +200,8 @@ def one_pass(
 class LossSpec:
     """A loss with the datum fields it needs and may have, and the keys of its config.
 
-    fused        its form for a GPU
+    fused_kind   its name in kernels.policy_loss, which is its form for a GPU; None: it has no kernel, and is the plain formula there too
+    needs_advantages   its gradient is that of its advantages: where all are 0, only a term added to it has one
     as_sampled   scored at the temperature last sampled with, unless one is given
     terms        may carry the terms of rl.losses.terms: their fields and config keys are known to it as well
     masked       needs to know which tokens are actions
@@ -215,7 +216,8 @@ class LossSpec:
     optional: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
     soft_targets: bool = False
-    fused: LossFn | None = None
+    fused_kind: str | None = None
+    needs_advantages: bool = False
     as_sampled: bool = False
     terms: bool = False
     masked: bool = False
@@ -223,6 +225,11 @@ class LossSpec:
     logprobs: bool = True
     group: int = 1
     unit: Literal["token", "group", "own"] = "token"
+
+    @property
+    def fused(self) -> LossFn | None:
+        """Its form in one kernel; None where there is none."""
+        return None if self.fused_kind is None else partial(one_pass, self.fused_kind, clips="clip_low_threshold" in self.config)
 
     def on(self, device: torch.device, *, fused: bool) -> LossFn:
         """The function to call there: one kernel on a GPU where there is one, the plain formula elsewhere."""
@@ -273,20 +280,33 @@ _RL = ("target_tokens", "advantages")
 _PAIR = ("target_tokens", "mask"), ("ref_logprobs",)  # fields a loss on pairs needs, and may have
 
 
-def _policy_gradient(name: str, fn: LossFn, fields: tuple[str, ...] = (), config: tuple[str, ...] = (), masked: bool = False) -> LossSpec:
-    required = _RL if name == "importance_sampling" else (*_RL, "logprobs")
-    optional = tuple(f for f in ("logprobs", *fields) if f not in required)
-    fused = partial(one_pass, name)
-    return LossSpec(fn, required, optional, config, fused=fused, as_sampled=True, terms=True, masked=masked)
+def _policy_gradient(
+    fn: LossFn,
+    *,
+    needs_advantages: bool,
+    fused_kind: str | None,
+    logprobs: bool = True,
+    fields: tuple[str, ...] = (),
+    config: tuple[str, ...] = (),
+    masked: bool = False,
+) -> LossSpec:
+    """Make the entry of a loss with advantages. `logprobs`: whether a datum must have the sampler's, or may."""
+    required = (*_RL, "logprobs") if logprobs else _RL
+    return LossSpec(
+        fn, required, fields if logprobs else ("logprobs", *fields), config, fused_kind=fused_kind, needs_advantages=needs_advantages,
+        as_sampled=True, terms=True, masked=masked,
+    )  # fmt: skip
 
 
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("target_tokens",), ("weights",), ("token_accuracy",), soft_targets=True),
-    "importance_sampling": _policy_gradient("importance_sampling", importance_sampling),
-    "ppo": _policy_gradient("ppo", ppo, _CLIP, _CLIP),
-    "cispo": _policy_gradient("cispo", cispo, _CLIP, _CLIP),
-    "dro": _policy_gradient("dro", dro, (), ("beta",), masked=True),
-    "gspo": _policy_gradient("gspo", gspo, _CLIP, _CLIP, masked=True),
+    "importance_sampling": _policy_gradient(
+        importance_sampling, needs_advantages=True, fused_kind="importance_sampling", logprobs=False
+    ),
+    "ppo": _policy_gradient(ppo, needs_advantages=True, fused_kind="ppo", fields=_CLIP, config=_CLIP),
+    "cispo": _policy_gradient(cispo, needs_advantages=True, fused_kind="cispo", fields=_CLIP, config=_CLIP),
+    "dro": _policy_gradient(dro, needs_advantages=False, fused_kind="dro", config=("beta",), masked=True),
+    "gspo": _policy_gradient(gspo, needs_advantages=True, fused_kind="gspo", fields=_CLIP, config=_CLIP, masked=True),
     "value": LossSpec(
         value, ("target_tokens", "returns"), (*MASKS, "values_old", "advantages", "logprobs", "ref_logprobs"), ("value_clip",),
         masked=True, values=True, logprobs=False,

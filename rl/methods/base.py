@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.episodes import TrajectoryGroup
+from rl.errors import UserError
 from rl.settings import LearnedRewardSettings
 from rl.types import Datum, Problem
 
@@ -24,6 +25,12 @@ class Models:
 
     @property
     def reference(self) -> TokenScorer:
+        """Return the reference. Raises UserError where the method's class did not declare that it needs one."""
+        if "reference" not in self.others:
+            raise UserError(
+                "the method scores with a reference model, and its class made none: give it a static method clients(settings, hosts) "
+                'that returns {"reference": hosts.beginning()} (rl/methods/grpo.py has one), or leave out kl_coef'
+            )
         return self.others["reference"]
 
     @property
@@ -136,5 +143,3 @@ class EvaluatesRows(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         """`test/...` metrics."""
-
-

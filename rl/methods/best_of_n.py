@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from rl.credit import RewardShaper
 from rl.episodes import TrajectoryGroup, mean, trajectory_to_datums
-from rl.methods.base import Hosts, Models, Progress
+from rl.methods.base import Models, Progress
 from rl.methods.steps import one_pass
 from rl.settings import (
     DataSettings,
@@ -76,11 +76,6 @@ class BestOfNSettings:
     def learning_rate(self) -> float:
         given = self.optim.learning_rate
         return given if given is not None else (1e-4 if self.model.lora_rank else 1e-5)
-
-
-def clients(settings: BestOfNSettings, hosts: Hosts) -> dict[str, Any]:
-    """The model that rewards, where one does."""
-    return hosts.rewards(settings.learned)
 
 
 def chosen(rewards_G: Sequence[float], how: SelectionSettings) -> list[int]:

@@ -18,7 +18,7 @@ from rl.episodes import TrajectoryGroup, largest, supervised_datum, trajectory_t
 from rl.errors import UserError
 from rl.judges import FrozenScorer, check_vocabulary, full_input
 from rl.methods.base import Hosts, Models, Progress
-from rl.methods.distill_settings import DistillSettings, named_teachers
+from rl.methods.distill_settings import DistillSettings, named_teachers, reads
 from rl.methods.rows import cut_to
 from rl.methods.sft import response_datum
 from rl.methods.steps import adam_params, one_pass, substeps
@@ -30,7 +30,27 @@ if TYPE_CHECKING:
 
 
 class Distill:
-    """The hooks of `distill`."""
+    """The hooks of `distill`, and what a run prepares for them; a class derived from it inherits both."""
+
+    reads = staticmethod(reads)
+    needs_reward = False
+
+    @staticmethod
+    def clients(settings: DistillSettings, hosts: Hosts) -> dict[str, Any]:
+        """Load the teachers by data set, each of the student's vocabulary; a teacher named twice is loaded once."""
+        named = named_teachers(settings)
+        missing, unknown = [tag for tag in hosts.tags if tag not in named and "" not in named], sorted(set(named) - {"", *hosts.tags})
+        if missing or unknown:
+            what = f"no teacher for the data set {missing[0]}" if missing else f"no data set is called {unknown[0]}"
+            raise UserError(f"{what}: --teacher names one for {', '.join(named)}, and the data sets are {', '.join(hosts.tags)}")
+        loaded = {where: hosts.load(where) for where in dict.fromkeys(named.values())}
+        for where, teacher in loaded.items():
+            check_vocabulary(hosts.policy, teacher, f"teacher {where}")
+        return {"teachers": {tag: loaded[where] for tag, where in named.items()}}
+
+    @staticmethod
+    def weights(settings: DistillSettings) -> list[str]:
+        return list(named_teachers(settings).values())
 
     def __init__(self, settings: DistillSettings):
         self.settings = settings
@@ -230,18 +250,3 @@ def soft_targets(teacher: SamplingClient, datums: Sequence[Datum], *, top_k: int
 def teacher_of(models: Models, tag: str) -> str:
     """The name under which the teacher of a data set stands in `models.others["teachers"]`."""
     return tag if tag in models.others["teachers"] else ""
-
-
-def clients(settings: DistillSettings, hosts: Hosts) -> dict[str, Any]:
-    """The teachers by data set, each of the student's vocabulary; a teacher named twice is loaded once."""
-    named = named_teachers(settings)
-    missing, unknown = [tag for tag in hosts.tags if tag not in named and "" not in named], sorted(set(named) - {"", *hosts.tags})
-    if missing or unknown:
-        what = f"no teacher for the data set {missing[0]}" if missing else f"no data set is called {unknown[0]}"
-        raise UserError(f"{what}: --teacher names one for {', '.join(named)}, and the data sets are {', '.join(hosts.tags)}")
-    loaded = {where: hosts.load(where) for where in dict.fromkeys(named.values())}
-    for where, teacher in loaded.items():
-        check_vocabulary(hosts.policy, teacher, f"teacher {where}")
-    return {"teachers": {tag: loaded[where] for tag, where in named.items()}}
-
-

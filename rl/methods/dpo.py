@@ -87,10 +87,34 @@ class DpoSettings:
 
 
 class Dpo(EvaluatesRows):
-    """The hooks of `dpo`."""
+    """The hooks of `dpo`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = False
     headline = ACCURACY
+    reads: Any = staticmethod(lambda settings: ("response", "rejected"))
+    needs_reward = False
+    ranks_held_out = True
+
+    @staticmethod
+    def clients(settings: Any, hosts: Hosts) -> dict[str, Any]:
+        """Make the reference, unless there is none."""
+        preference = settings.preference
+        if preference.reference_free:
+            return {}
+        if preference.reference_model is None:
+            return {"reference": hosts.beginning()}
+        reference = hosts.load(preference.reference_model)
+        check_vocabulary(hosts.policy, reference, f"reference {preference.reference_model}")
+        return {"reference": FrozenScorer(reference)}
+
+    @staticmethod
+    def keeps_beginning(settings: Any) -> bool:
+        return not settings.preference.reference_free and settings.preference.reference_model is None
+
+    @staticmethod
+    def weights(settings: Any) -> list[str]:
+        named = settings.preference.reference_model
+        return [] if named is None else [named]
 
     def __init__(self, settings: Any):
         self.settings = settings
@@ -216,24 +240,3 @@ def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "logps/chosen": sums.get("chosen_logps:sum", 0.0) / pairs,
         "logps/rejected": sums.get("rejected_logps:sum", 0.0) / pairs,
     }
-
-
-def clients(settings: DpoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference, unless there is none."""
-    preference = settings.preference
-    if preference.reference_free:
-        return {}
-    if preference.reference_model is None:
-        return {"reference": hosts.beginning()}
-    reference = hosts.load(preference.reference_model)
-    check_vocabulary(hosts.policy, reference, f"reference {preference.reference_model}")
-    return {"reference": FrozenScorer(reference)}
-
-
-def keeps_beginning(settings: DpoSettings) -> bool:
-    return not settings.preference.reference_free and settings.preference.reference_model is None
-
-
-def weights(settings: DpoSettings) -> list[str]:
-    named = settings.preference.reference_model
-    return [] if named is None else [named]

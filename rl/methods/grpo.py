@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.credit import OVER_BATCH, WITHIN_GROUP, AdaptiveKL, PerProblemMean, RewardShaper, RunningMean, has_signal, penalised, returns_to_go
+from rl.credit import ADVANTAGES, AdaptiveKL, RewardShaper, has_signal, penalised, returns_to_go
 from rl.episodes import Trajectory, TrajectoryGroup, trajectory_to_datums
 from rl.judges import FrozenScorer, check_vocabulary
 from rl.methods.base import Hosts, Models, Progress
-from rl.methods.grpo_settings import COMPARING, GrpoSettings
+from rl.methods.grpo_settings import VARIANTS, GrpoSettings
 from rl.methods.steps import (
     corrected_datums,
     correction,
@@ -33,56 +33,62 @@ def adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
     return AdaptiveKL(given, kl.kl_target, kl.kl_rate)
 
 
-def clients(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference, where there is a price on the KL to it, and the model that rewards, where one does."""
-    return {**_reference(settings, hosts), **hosts.rewards(settings.learned)}
-
-
-def _reference(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
-    named = settings.kl.reference_model
-    if not adaptive_kl(settings).active:
-        return {}
-    if named is None:
-        return {"reference": hosts.beginning()}
-    reference = hosts.load(named)
-    check_vocabulary(hosts.policy, reference, f"reference {named}")
-    return {"reference": FrozenScorer(reference)}
-
-
-def keeps_beginning(settings: GrpoSettings) -> bool:
-    return adaptive_kl(settings).active and settings.kl.reference_model is None
-
-
-def weights(settings: GrpoSettings) -> list[str]:
-    named = settings.kl.reference_model
-    return [*([] if named is None or not adaptive_kl(settings).active else [named]), *settings.learned.named]
-
-
 class PolicyGradient:
-    """The hooks of `grpo` and `reinforce`."""
+    """The hooks of `grpo` and `reinforce`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = True
+    variants = VARIANTS
+
+    @staticmethod
+    def clients(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
+        """Make the reference, where there is a price on the KL to it."""
+        named = settings.kl.reference_model
+        if not adaptive_kl(settings).active:
+            return {}
+        if named is None:
+            return {"reference": hosts.beginning()}
+        reference = hosts.load(named)
+        check_vocabulary(hosts.policy, reference, f"reference {named}")
+        return {"reference": FrozenScorer(reference)}
+
+    @staticmethod
+    def keeps_beginning(settings: GrpoSettings) -> bool:
+        return adaptive_kl(settings).active and settings.kl.reference_model is None
+
+    @staticmethod
+    def weights(settings: GrpoSettings) -> list[str]:
+        named = settings.kl.reference_model
+        return [] if named is None or not adaptive_kl(settings).active else [named]
 
     def __init__(self, settings: Any):
         self.settings = settings
         self.group_size: int = settings.policy_gradient.group_size
-        self.baseline = RunningMean()
-        self.per_problem = PerProblemMean()
+        self.estimator = ADVANTAGES[settings.policy_gradient.advantage]
+        self._memories = {one.state_key: one.fn() for one in ADVANTAGES.values() if one.state_key is not None}
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         self.kl = adaptive_kl(settings)
         self._kl_metrics: dict[str, float] = {}  # of the last batch
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models, *, at_least_one: bool = True) -> list[Datum]:
         """Advantages over each answer's tokens. Groups without signal are left out; if all are, one is kept (`at_least_one`)."""
-        to_go = self.settings.policy_gradient.step_rewards == "to_go"
-        rewards_P_G_N = self.shaper.steps(groups) if to_go else [[[r] for r in totals_G] for totals_G in self.shaper.totals(groups)]
-        rewards_P_K = [[r for steps in rewards_G_N for r in steps] for rewards_G_N in rewards_P_G_N]
-        advantages_P_K = self._advantages(rewards_P_K, [f"{group.tag}/{group.problem_index}" for group in groups])
-        for group, rewards_G_N, advantages_K in zip(groups, rewards_P_G_N, advantages_P_K, strict=True):
-            left = iter(float(a) for a in advantages_K)
-            for trajectory, steps in zip(group.trajectories_G, rewards_G_N, strict=True):
-                self._credit(trajectory, [next(left) for _ in steps])
-        kept = [i for i, rewards_K in enumerate(rewards_P_K) if self._keeps(rewards_K)] or [0][: int(at_least_one)]
+        how = self.settings.policy_gradient
+        if how.step_rewards == "sum":
+            rewards_P_G_N = [[[total] for total in totals_G] for totals_G in self.shaper.totals(groups)]
+        else:
+            rewards_P_G_N = self.shaper.steps(groups)
+        if how.step_rewards == "to_go":
+            rewards_P_G_N = [[returns_to_go(steps, how.reward_discount) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
+        cells = compared(rewards_P_G_N, by_turn=how.step_rewards == "to_go")
+        rewards_C_K = [[rewards_P_G_N[p][g][n] for g, n in members] for p, _, members in cells]
+        keys_C = [f"{groups[p].tag}/{groups[p].problem_index}" + (f"/turn {turn}" if turn else "") for p, turn, _ in cells]
+        for (p, _, members), advantages_K in zip(cells, self._advantages(rewards_C_K, keys_C), strict=True):
+            for (g, n), advantage in zip(members, advantages_K, strict=True):
+                rewards_P_G_N[p][g][n] = float(advantage)
+        for group, advantages_G_N in zip(groups, rewards_P_G_N, strict=True):
+            for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
+                self._credit(trajectory, advantages_N)
+        learnt = {p for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True) if self._keeps(rewards_K)}
+        kept = sorted(learnt) or [0][: int(at_least_one)]
         datums = [datum for i in kept for trajectory in groups[i].trajectories_G for datum in trajectory_to_datums(trajectory)]
         return self._held_near_reference(datums, models) if self.kl.active else datums
 
@@ -95,29 +101,26 @@ class PolicyGradient:
             return charged
         return [with_fields(datum, ref_logprobs=ref_T) for datum, ref_T in zip(datums, ref_D, strict=True)]
 
-    def _advantages(self, rewards_P_K: Sequence[Sequence[float]], keys_P: Sequence[str]) -> Sequence[Any]:
-        """An advantage for each reward, whichever baseline is asked for."""
-        kind = self.settings.policy_gradient.advantage
-        if kind == "running_mean":
-            return self.baseline(rewards_P_K)
-        if kind == "per_problem":
-            return self.per_problem(rewards_P_K, keys_P)
-        if kind in OVER_BATCH:
-            return OVER_BATCH[kind](rewards_P_K)
-        return [WITHIN_GROUP[kind](rewards_K) for rewards_K in rewards_P_K]
+    def _advantages(self, rewards_C_K: Sequence[Sequence[float]], keys_C: Sequence[str]) -> Sequence[Any]:
+        """Return an advantage for each reward; C cells of K rewards that are compared with each other."""
+        estimator = self.estimator
+        if estimator.state_key is not None:
+            return self._memories[estimator.state_key](rewards_C_K, keys_C)
+        return estimator.fn(rewards_C_K) if estimator.scope == "batch" else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
 
-    def _credit(self, trajectory: Trajectory, advantages: Sequence[float]) -> None:
+    def _credit(self, trajectory: Trajectory, advantages_N: Sequence[float]) -> None:
         pg = self.settings.policy_gradient
         if pg.step_rewards == "sum":
-            (trajectory.advantage,) = advantages
+            (trajectory.advantage,) = advantages_N
             return
-        trajectory.advantages_N = returns_to_go(advantages, pg.reward_discount)
+        process = pg.step_rewards == "process_supervision"
+        trajectory.advantages_N = returns_to_go(advantages_N, pg.reward_discount) if process else list(advantages_N)
         trajectory.advantage = trajectory.advantages_N[0]
 
     def _keeps(self, rewards_K: Sequence[float]) -> bool:
         """Whether a group is trained on: all are, unless nothing but its members against each other makes a gradient."""
         pg = self.settings.policy_gradient
-        return pg.advantage not in COMPARING or self.kl.active or pg.entropy_coef > 0 or has_signal(rewards_K)
+        return not self.estimator.compares_members or self.kl.active or pg.entropy_coef > 0 or has_signal(rewards_K)
 
     def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
         settings, pg = self.settings, self.settings.policy_gradient
@@ -134,7 +137,7 @@ class PolicyGradient:
             peak=settings.learning_rate,
             max_tokens=settings.sampling.max_tokens,
         )
-        if self._kl_metrics:
+        if "optim/kl_ref_k3" in self._kl_metrics:
             self.kl.update(self._kl_metrics["optim/kl_ref_k3"])
         return {**metrics, **before, **self.shaper.metrics, **self._kl_metrics}
 
@@ -159,9 +162,11 @@ class PolicyGradient:
         return datums, before
 
     def loss_config(self) -> dict[str, Any]:
+        from rl.losses import get_loss  # with torch, which settings and --help do without
+
         settings, pg = self.settings, self.settings.policy_gradient
         config: dict[str, Any] = {"temperature": settings.sampling.temperature}
-        if pg.loss != "importance_sampling":
+        if "clip_low_threshold" in get_loss(pg.loss).config:
             config |= {"clip_low_threshold": pg.clip_low, "clip_high_threshold": pg.clip_high}
         if pg.entropy_coef:
             config["entropy_coef"] = pg.entropy_coef
@@ -171,15 +176,27 @@ class PolicyGradient:
 
     def state(self) -> dict[str, Any]:
         return {
-            "baseline": self.baseline.value,
-            "per_problem": {"values": self.per_problem.values, "overall": self.per_problem.overall.value},
+            **{key: memory.state() for key, memory in self._memories.items()},
             "reward_statistics": self.shaper.state(),
             "kl_coef": self.kl.coefficient,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.baseline.value = state["baseline"]
-        self.per_problem.values = dict(state["per_problem"]["values"])
-        self.per_problem.overall.value = state["per_problem"]["overall"]
+        for key, memory in self._memories.items():
+            if key in state:  # else the estimator is newer than the checkpoint
+                memory.load_state(state[key])
         self.shaper.load_state(state["reward_statistics"])
         self.kl.coefficient = state["kl_coef"]
+
+
+def compared(rewards_P_G_N: Sequence[Sequence[Sequence[float]]], *, by_turn: bool) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return which rewards an estimator compares with each other, as cells (group p, turn, members (g, n)).
+
+    `by_turn`: those of a group at the same turn, of the members that have one; else all rewards of a group are one cell.
+    """
+    cells = []
+    for p, rewards_G_N in enumerate(rewards_P_G_N):
+        every = [(g, n) for g, steps in enumerate(rewards_G_N) for n in range(len(steps))]
+        turns = range(max((n for _, n in every), default=0) + 1) if by_turn else range(1)
+        cells += [(p, turn, [(g, n) for g, n in every if n == turn or not by_turn]) for turn in turns]
+    return cells

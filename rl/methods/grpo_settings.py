@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from rl.credit import ADVANTAGES
 from rl.errors import UserError
 from rl.settings import (
     CorrectionSettings,
@@ -40,9 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {"advantage": "batch", "group_size": 1, "normalise": "tokens"},
     "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "normalise": "tokens"},
 }
-WHOLE_BATCH = ("mean_batch_std", "batch", "running_mean", "per_problem")  # advantages that know answers of other groups
-WITHIN = ("mean", "mean_std", "leave_one_out", "none")
-COMPARING = ("mean", "mean_std", "leave_one_out", "mean_batch_std")  # advantages that compare the members of a group
+if TYPE_CHECKING:
+    Advantage = str
+else:
+    Advantage = Literal[tuple(ADVANTAGES)]  # every estimator of the registry, read by the command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +55,12 @@ class PolicyGradientSettings:
     """A published set of settings; any that you give wins over it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio a sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave one out. reinforce_plus_plus: 2501.03262, one answer, normalised over the batch; _baseline: the group's mean first."""
     group_size: Annotated[int, Range(1, 10**6)] = 8
     """Answers sampled for each problem."""
-    advantage: Literal["mean", "mean_std", "leave_one_out", "mean_batch_std", "batch", "running_mean", "per_problem", "none"] = "mean"
+    advantage: Advantage = "mean"
     """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's own running mean; nothing."""
-    step_rewards: Literal["sum", "to_go"] = "sum"
-    """Of episodes with several turns: credit each turn with the episode's total, or with the rewards from it on (process supervision, arXiv 2402.03300, section 4.1.3)."""
+    step_rewards: Literal["sum", "to_go", "process_supervision"] = "sum"
+    """Of episodes with several turns. sum: credit each turn with the episode's total. to_go: with the rewards from it on, compared with those of the group at the same turn. process_supervision: compare every single reward with all of the group's, and add up from each turn on (arXiv 2402.03300, section 4.1.3); where numbers of turns differ, episodes with equal totals are then credited differently."""
     reward_discount: Share = 1.0
-    """to_go: rewards k turns later count this to the power of k."""
+    """to_go, process_supervision: rewards k turns later count this to the power of k."""
     loss: Literal["ppo", "importance_sampling", "cispo", "gspo"] = "ppo"
     """Loss on the tokens of an answer."""
     clip_low: Annotated[float, Range(0, 1, why="a ratio, not an epsilon: such as 0.8")] = 0.8
@@ -88,14 +90,16 @@ class PolicyGradientSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.group_size == 1 and self.advantage in COMPARING:
+        if self.advantage not in ADVANTAGES:
+            raise ValueError(f"advantage is one of {', '.join(ADVANTAGES)}; got {self.advantage!r}")
+        if self.group_size == 1 and ADVANTAGES[self.advantage].compares_members:
             raise ValueError(
                 f"a group of one has no one to be compared with: advantage {self.advantage!r} is always 0. "
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
         clips = self.loss != "importance_sampling"
         only_with(self, ("clip_low", "clip_high"), clips, f"loss {self.loss} does not clip", "set loss to ppo, cispo or gspo")
-        only_with(self, ("reward_discount",), self.step_rewards == "to_go", "step_rewards is sum", "set step_rewards to to_go")
+        only_with(self, ("reward_discount",), self.step_rewards != "sum", "step_rewards is sum", "set step_rewards to to_go")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +149,11 @@ def check_flow(settings: GrpoSettings) -> None:
     flow, pg, parts = settings.flow, settings.policy_gradient, settings.flow.stream_minibatches
     late = flow.max_steps_off_policy > 0
     if parts > 1:
-        if pg.advantage in WHOLE_BATCH:
+        if ADVANTAGES[pg.advantage].scope == "batch":
+            within = [name for name, estimator in ADVANTAGES.items() if estimator.scope == "group"]
             raise ValueError(
                 f"advantage {pg.advantage} compares the answers of the whole batch, which stream_minibatches {parts} trains before all are "
-                f"there: set advantage to one within a group ({', '.join(WITHIN)}), or stream_minibatches to 1"
+                f"there: set advantage to one within a group ({', '.join(within)}), or stream_minibatches to 1"
             )
         for name, on in (
             ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),

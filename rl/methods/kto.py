@@ -79,10 +79,19 @@ class KtoSettings:
 
 
 class Kto(EvaluatesRows):
-    """The hooks of `kto`."""
+    """The hooks of `kto`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = False
     headline = "test/loss"
+    reads = staticmethod(lambda settings: ("response",))
+    needs_reward = False
+    ranks_held_out = True
+    keeps_beginning = staticmethod(lambda settings: True)
+
+    @staticmethod
+    def clients(settings: KtoSettings, hosts: Hosts) -> dict[str, Any]:
+        """Make the reference."""
+        return {"reference": hosts.beginning()}
 
     def __init__(self, settings: KtoSettings):
         self.settings = settings
@@ -172,8 +181,3 @@ def label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     chosen, rejected = sums["good_rewards:sum"] / max(1.0, good), sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good)
     found = {"loss": sums["loss:sum"] / answers, "rewards/chosen": chosen, "rewards/rejected": rejected}
     return {**found, "rewards/margins": chosen - rejected}
-
-
-def clients(settings: KtoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference."""
-    return {"reference": hosts.beginning()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.credit import WITHIN_GROUP
+from rl.credit import ADVANTAGES
 from rl.data import Limits
 from rl.episodes import supervised_datum
 from rl.errors import UserError
@@ -25,20 +25,40 @@ from rl.methods.steps import one_pass, with_fields
 from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
-def has_value_head(settings: OfflineSettings) -> bool:
-    how = settings.offline
-    return how.loss == "ilql" or (how.loss != "bc" and how.baseline == "learned")
-
-
-def clients(settings: OfflineSettings, hosts: Hosts) -> dict[str, Any]:
-    """The policy as it was at the stage's beginning, made where answers without logprobs are met: it stands for what drew them."""
-    return {"beginning": functools.cache(hosts.beginning)}
-
-
 class Offline:
-    """The hooks of `offline`."""
+    """The hooks of `offline`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = False
+    reads = staticmethod(lambda settings: ("answers",))
+    needs_reward = False
+
+    @staticmethod
+    def clients(settings: OfflineSettings, hosts: Hosts) -> dict[str, Any]:
+        """Make the policy as it was at the stage's beginning, once answers without logprobs are met: it stands for what drew them."""
+        return {"beginning": functools.cache(hosts.beginning)}
+
+    @staticmethod
+    def value_head(settings: OfflineSettings) -> bool:
+        how = settings.offline
+        return how.loss == "ilql" or (how.loss != "bc" and how.baseline == "learned")
+
+    @staticmethod
+    def keeps_beginning(settings: OfflineSettings) -> bool:
+        return settings.offline.needs_behaviour
+
+    @staticmethod
+    def remark(settings: OfflineSettings, problems: Iterable[Problem]) -> str | None:
+        """Say what stands for the logprobs of answers that came without them, and how many answers do not tell their experts."""
+        said = []
+        untold = [answer.experts is None for row in problems for answer in row.answers] if settings.model.router_replay else []
+        if any(untold):
+            said.append(f"router_replay: {sum(untold)} of {len(untold)} stored answers do not say their experts, and are routed as any text")
+        without = [answer.logprobs is None for row in problems for answer in row.answers]
+        if not settings.offline.needs_behaviour or not any(without):
+            return "; ".join(said) or None
+        which = "The stored answers have" if all(without) else f"{sum(without)} of {len(without)} stored answers have"
+        said.append(f"{which} no logprobs: the policy as it is at the beginning scores them, as if it had drawn them")
+        return "; ".join(said)
 
     def __init__(self, settings: OfflineSettings):
         self.settings, self.how = settings, settings.offline
@@ -57,7 +77,7 @@ class Offline:
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [_credited(d, a.reward - v, a.reward) for d, a, v in zip(datums, answers, values, strict=True)]
         kind = {"group": "mean", "none": "none"}[self.how.baseline]
-        credit = [float(a) for row in rows for a in WITHIN_GROUP[kind]([answer.reward for answer in row.answers])]
+        credit = [float(a) for row in rows for a in ADVANTAGES[kind].fn([answer.reward for answer in row.answers])]
         return [_credited(d, np.full(d.model_input.length, a)) for d, a in zip(datums, credit, strict=True)]
 
     def _with_behaviour(self, datums: Sequence[Datum], answers: Sequence[StoredAnswer], models: Models) -> list[Datum]:
@@ -159,20 +179,6 @@ def check_answer(settings: OfflineSettings, policy_info: Mapping[str, Any], rend
         raise limits.refuse(f"{answer.place}: prompt and answer take {length} tokens, more than max_row_tokens {data.max_row_tokens}")
     if limit is not None and length - 1 > limit:
         raise limits.beyond_context(f"{answer.place}: prompt and answer take {length} tokens, the model's context holds {limit}: leave it out")
-
-
-def remark(settings: OfflineSettings, problems: Iterable[Problem]) -> str | None:
-    """What stands for the probabilities of answers that came without them; how many do not say which experts they went to."""
-    said = []
-    untold = [answer.experts is None for row in problems for answer in row.answers] if settings.model.router_replay else []
-    if any(untold):
-        said.append(f"router_replay: {sum(untold)} of {len(untold)} stored answers do not say their experts, and are routed as any text")
-    without = [answer.logprobs is None for row in problems for answer in row.answers]
-    if not settings.offline.needs_behaviour or not any(without):
-        return "; ".join(said) or None
-    which = "The stored answers have" if all(without) else f"{sum(without)} of {len(without)} stored answers have"
-    said.append(f"{which} no logprobs: the policy as it is at the beginning scores them, as if it had drawn them")
-    return "; ".join(said)
 
 
 def _renamed(datum: Datum, old: str, new: str) -> Datum:

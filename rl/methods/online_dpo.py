@@ -14,7 +14,8 @@ from rl.credit import RewardShaper
 from rl.episodes import TrajectoryGroup, trajectory_to_datums
 from rl.errors import UserError
 from rl.methods import dpo
-from rl.methods.base import Hosts, Models, Progress
+from rl.methods.base import Models, Progress
+from rl.methods.spec import samples_alone
 from rl.methods.steps import sampler_against_learner, with_fields
 from rl.settings import (
     DataSettings,
@@ -73,15 +74,6 @@ class OnlineDpoSettings:
         return given if given is not None else (5e-6 if self.model.lora_rank else 5e-7)
 
 
-def clients(settings: OnlineDpoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference, unless there is none, and the model that rewards, where one does."""
-    return {**dpo.clients(settings, hosts), **hosts.rewards(settings.learned)}  # type: ignore[arg-type]  # it reads `preference` alone
-
-
-def weights(settings: OnlineDpoSettings) -> list[str]:
-    return [*dpo.weights(settings), *settings.learned.named]  # type: ignore[arg-type]
-
-
 def pairs_of(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
     """Members of a group as (better, worse); none where all rewards are the same. Of equals the first counts."""
     members = range(len(rewards_G))
@@ -95,6 +87,9 @@ class OnlineDpo(dpo.Dpo):
     """The hooks of `online_dpo`: `learn` is DPO's, at the temperature that was sampled at."""
 
     online = True
+    reads = staticmethod(samples_alone)
+    needs_reward = True
+    ranks_held_out = False
 
     def __init__(self, settings: OnlineDpoSettings):
         super().__init__(settings)

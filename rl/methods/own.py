@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl.methods.spec import MethodSpec
+from rl.methods.spec import MethodSpec, method_spec
 from rl.settings import SettingsError
 
 _HOOKS = ("learn", "state", "load_state")
@@ -56,13 +56,8 @@ def _spec(address: str) -> MethodSpec:
         raise SettingsError(
             [f"method {address} has no Settings, a dataclass of sections such as rl.methods.GrpoSettings (which it may be, or inherit from)"]
         )
-    told = {name: getattr(found, name) for name in _TOLD if hasattr(found, name)}
     summary = (found.__doc__ or address).strip().splitlines()[0]
-    return MethodSpec(settings, summary, found, **told)  # type: ignore[arg-type]
-
-
-# What a class may say of itself besides, under the names that MethodSpec has for it.
-_TOLD = ("reads", "needs_reward", "ranks_held_out", "clients", "weights", "value_head", "critic", "keeps_beginning", "remark", "variants")
+    return method_spec(found, settings, summary)  # type: ignore[arg-type]
 
 
 def _file(place: str) -> ModuleType:

@@ -25,45 +25,49 @@ from rl.seeds import derive_seed
 from rl.types import AdamParams, Datum, ForwardBackwardOutput
 
 
-def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
-    """The reference, the critic and the model that rewards, where the settings ask for them."""
-    found: dict[str, Any] = {**hosts.rewards(settings.learned)}
-    named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
-    if _kl(settings).active:
-        if named is None:
-            found["reference"] = hosts.beginning()
-        else:
-            reference = hosts.load(named)
-            check_vocabulary(hosts.policy, reference, f"reference {named}")
-            found["reference"] = FrozenScorer(reference)
-    if critic_model is not None:
-        found["critic"] = hosts.critic(critic_model)
-        check_vocabulary(hosts.policy, found["critic"], f"critic {critic_model}")
-    return found
-
-
-def keeps_beginning(settings: PpoSettings) -> bool:
-    return _kl(settings).active and settings.kl.reference_model is None
-
-
-def weights(settings: PpoSettings) -> list[str]:
-    named = settings.kl.reference_model
-    return [*([] if named is None or not _kl(settings).active else [named]), *settings.learned.named]
-
-
-def has_value_head(settings: PpoSettings) -> bool:
-    """Whether the value is a head on the policy."""
-    return settings.ppo.critic_model is None
-
-
 def _kl(settings: PpoSettings) -> AdaptiveKL:
     return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
 
 
 class Ppo:
-    """The hooks of `ppo`."""
+    """The hooks of `ppo`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = True
+
+    @staticmethod
+    def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
+        """Make the reference and the critic, where the settings ask for them."""
+        models: dict[str, Any] = {}
+        named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
+        if _kl(settings).active:
+            if named is None:
+                models["reference"] = hosts.beginning()
+            else:
+                reference = hosts.load(named)
+                check_vocabulary(hosts.policy, reference, f"reference {named}")
+                models["reference"] = FrozenScorer(reference)
+        if critic_model is not None:
+            models["critic"] = hosts.critic(critic_model)
+            check_vocabulary(hosts.policy, models["critic"], f"critic {critic_model}")
+        return models
+
+    @staticmethod
+    def critic(settings: PpoSettings) -> str | None:
+        return settings.ppo.critic_model
+
+    @staticmethod
+    def keeps_beginning(settings: PpoSettings) -> bool:
+        return _kl(settings).active and settings.kl.reference_model is None
+
+    @staticmethod
+    def weights(settings: PpoSettings) -> list[str]:
+        named = settings.kl.reference_model
+        return [] if named is None or not _kl(settings).active else [named]
+
+    @staticmethod
+    def value_head(settings: PpoSettings) -> bool:
+        """Return whether the value is a head on the policy."""
+        return settings.ppo.critic_model is None
 
     def __init__(self, settings: PpoSettings):
         self.settings = settings
@@ -135,8 +139,8 @@ class Ppo:
             after = models.policy.forward(datums, "importance_sampling", temperature).result()
             now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
             moved = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
-            if how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl:
-                break
+            if not moved or (how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl):
+                break  # without an action, which a correction may leave out all of, there is nothing to learn from
         metrics = {"optim/lr": params.learning_rate, **tally.summary(), **before, **moved, **self._credited, **self.shaper.metrics}
         metrics |= {"optim/epochs": epoch + 1, "optim/tokens": action_tokens(datums)}
         if "optim/kl_ref_k3" in metrics:
@@ -144,8 +148,11 @@ class Ppo:
         return metrics
 
     def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally) -> ForwardBackwardOutput:
-        """One minibatch: an optimizer step of the policy, and one of the critic."""
+        """One minibatch: an optimizer step of the policy, and one of the critic; at learning rate 0 where no action is left."""
         how, size = self.settings.ppo, divisor(part, "tokens")
+        if not action_tokens(part):
+            params = replace(params, learning_rate=0.0)
+            tally.metrics["optim/skipped_no_signal"] = tally.metrics.get("optim/skipped_no_signal", 0.0) + 1
         forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
         update = models.policy.optim_step(params)
         if models.critic is not None:

@@ -84,10 +84,14 @@ def has_value_head(settings: RewardModelSettings) -> bool:
 
 
 class BradleyTerry(EvaluatesRows):
-    """The hooks of `reward_model`."""
+    """The hooks of `reward_model`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = False
     headline = ACCURACY
+    reads = staticmethod(lambda settings: ("response", "rejected"))
+    needs_reward = False
+    ranks_held_out = True
+    value_head = staticmethod(has_value_head)
 
     def __init__(self, settings: RewardModelSettings):
         self.settings = settings

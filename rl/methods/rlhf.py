@@ -37,4 +37,4 @@ def weights(settings: Any) -> list[str]:
             "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model run's folder or one of its checkpoints "
             "(or --comparison-model with a language model that compares answers)"
         )
-    return ppo.weights(settings)
+    return ppo.Ppo.weights(settings)

@@ -61,10 +61,13 @@ class SftSettings:
 
 
 class Sft(EvaluatesRows):
-    """The hooks of `sft`."""
+    """The hooks of `sft`, and what a run prepares for them; a class derived from it inherits both."""
 
     online = False
     headline = LOSS
+    reads = staticmethod(lambda settings: ("response",))
+    needs_reward = False
+    ranks_held_out = ranks_where_there = True
 
     def __init__(self, settings: SftSettings):
         self.settings = settings

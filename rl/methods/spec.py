@@ -6,22 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.methods.base import Hosts
+from rl.methods.base import EvaluatesRows, Hosts
 
 
-def _samples(settings: Any) -> tuple[str, ...]:
+def samples_alone(settings: Any) -> tuple[str, ...]:
+    """Return the answers of a row that a method reads where it learns from its own samples: none."""
     return ()
 
 
-def _no_clients(settings: Any, hosts: Hosts) -> dict[str, Any]:
+def no_clients(settings: Any, hosts: Hosts) -> dict[str, Any]:
     return {}
 
 
-def _no_weights(settings: Any) -> list[str]:
+def no_weights(settings: Any) -> list[str]:
     return []
 
 
-def _never(settings: Any) -> bool:
+def never(settings: Any) -> bool:
     return False
 
 
@@ -40,7 +41,8 @@ class MethodSpec:
     reads: which answers of a row (fields of Problem) it learns from under given settings; none where it samples its own.
     needs_reward: whether it cannot learn without. ranks_held_out: whether it reads those answers of held-out rows, too;
     ranks_where_there: of those that have them.
-    clients: makes the other models it needs, `Models.others`. weights: names of weights that these are loaded from.
+    clients: makes the other models it needs, `Models.others`, except the judge of its section `learned` (see `other_models`).
+    weights: names of weights that these are loaded from.
     value_head: whether the policy has a value head under given settings. critic: what `Hosts.critic` is asked for, None for nothing.
     keeps_beginning: whether it scores with the policy as it was before the stage (`Hosts.beginning`).
     remark: what its reader should know of the training data that was found.
@@ -50,14 +52,46 @@ class MethodSpec:
     settings: type
     summary: str
     hooks: Callable[[Any], Any]
-    reads: Callable[[Any], tuple[str, ...]] = _samples
+    reads: Callable[[Any], tuple[str, ...]] = samples_alone
     needs_reward: bool = True
     ranks_held_out: bool = False
     ranks_where_there: bool = False
-    clients: Callable[[Any, Hosts], dict[str, Any]] = _no_clients
-    weights: Callable[[Any], list[str]] = _no_weights
-    value_head: Callable[[Any], bool] = _never
+    clients: Callable[[Any, Hosts], dict[str, Any]] = no_clients
+    weights: Callable[[Any], list[str]] = no_weights
+    value_head: Callable[[Any], bool] = never
     critic: Callable[[Any], str | None] = _no_critic
-    keeps_beginning: Callable[[Any], bool] = _never
+    keeps_beginning: Callable[[Any], bool] = never
     remark: Callable[[Any, Any], str | None] = _no_remark
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def judges(self, settings: Any) -> list[str]:
+        """Return the names of the models that judge answers, by the section `learned`; none where the settings lack it."""
+        learned = getattr(settings, "learned", None)
+        return [] if learned is None else list(learned.named)
+
+    def other_models(self, settings: Any, hosts: Hosts) -> dict[str, Any]:
+        """Make the models beside the policy: those that the method declares, and the judge that the section `learned` names.
+
+        The run applies the judge to what any method samples, so that no method has to ask for it.
+        """
+        models = self.clients(settings, hosts)
+        return models if "rewards" in models or not self.judges(settings) else {**models, **hosts.rewards(settings.learned)}
+
+    def other_weights(self, settings: Any) -> list[str]:
+        """Return the names of the weights that `other_models` loads."""
+        return [*self.weights(settings), *self.judges(settings)]
+
+
+# The properties that a method class may declare, each under its name in MethodSpec: as a value or a static method.
+DECLARED = (
+    "reads", "needs_reward", "ranks_held_out", "ranks_where_there", "clients", "weights", "value_head", "critic", "keeps_beginning",
+    "remark", "variants",
+)  # fmt: skip
+
+
+def method_spec(method: type, settings: type, summary: str, **given: Any) -> MethodSpec:
+    """Make the spec of a method class from the properties that it declares or inherits; those in `given` win."""
+    names = [name for name in DECLARED if hasattr(method, name)]
+    if issubclass(method, EvaluatesRows):
+        names = [name for name in names if name != "remark"]  # that class calls its remark on rows so, by the instance
+    return MethodSpec(settings, summary, method, **{**{name: getattr(method, name) for name in names}, **given})

@@ -17,8 +17,6 @@ from rl.settings import CorrectionSettings, LoopSettings, OptimSettings
 from rl.types import AdamParams, Datum, TensorData
 
 Item = TypeVar("Item")
-# Losses whose gradient is their advantages': without one other than 0, only a term that is added to them has one.
-_OF_ADVANTAGES = ("importance_sampling", "ppo", "cispo", "gspo")
 
 
 def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: float) -> AdamParams:
@@ -93,7 +91,8 @@ def corrected_datums(
 ) -> tuple[list[Datum], dict[str, float]]:
     """Datums that count as much as `how` says by the learner's logprobs before the step, for any policy loss; one forward.
 
-    All policy losses are homogeneous in the advantage, which carries the weight. What is left out loses its mask and its advantage.
+    All policy losses are homogeneous in the advantage, which carries the weight. What is left out loses its mask and its advantage,
+    and its place in the episode's length (`remaining_shares`).
     `against_learner`: the loss' ratios are taken against the learner before the step (decoupled PPO, arXiv 2110.00641, section 3;
     AReaL, arXiv 2505.24298, equation 5), so that clipping acts on the update alone; a KL in the loss is weighted by the ratio to the
     sampler's own logprobs (`drawn_logprobs`), which is not cut off. Metrics compare sampler and learner, and those of `corrected`.
@@ -103,15 +102,36 @@ def corrected_datums(
     sampler_D = [datum.loss_fn_inputs["logprobs"].array for datum in datums]
     masks_D = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
     gaps_D = [lp.astype(np.float64) - q for lp, q in zip(learner_D, sampler_D, strict=True)]
-    weights_D, kept_D, metrics = corrected(gaps_D, masks_D, episodes(datums), how)
+    episode_D = episodes(datums)
+    weights_D, kept_D, metrics = corrected(gaps_D, masks_D, episode_D, how)
+    shares_D = remaining_shares(datums, episode_D, masks_D, kept_D)
     result = []
-    for datum, lp, q, mask, weight, kept in zip(datums, learner_D, sampler_D, masks_D, weights_D, kept_D, strict=True):
+    for datum, lp, q, mask, weight, kept, share in zip(datums, learner_D, sampler_D, masks_D, weights_D, kept_D, shares_D, strict=True):
         inputs = datum.loss_fn_inputs
         fields = {"advantages": inputs["advantages"].array * np.where(mask, weight * kept, 1.0), "mask": inputs["mask"].array * kept}
         if against_learner:
             fields |= {"logprobs": np.where(mask, lp, 0.0), "drawn_logprobs": q}
         result.append(with_fields(datum, **fields))
+        result[-1].episode_share = share
     return result, sampler_against_learner(datums, learner_D) | metrics
+
+
+def remaining_shares(
+    datums: Sequence[Datum], episode_D: Sequence[int], masks_D: Sequence[np.ndarray], kept_D: Sequence[np.ndarray]
+) -> list[float]:
+    """Return each datum's share of its episode's action tokens among those that remain actions.
+
+    An episode that loses none keeps its shares; one that loses all has shares of 0, so that no count of sequences holds it.
+    """
+    drawn, remaining = ([int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D))
+    totals = np.zeros((2, max(episode_D, default=-1) + 1))
+    for episode, before, after in zip(episode_D, drawn, remaining, strict=True):
+        totals[:, episode] += before, after
+    shares = []
+    for datum, episode, after in zip(datums, episode_D, remaining, strict=True):
+        lost = totals[1, episode] < totals[0, episode]
+        shares.append(after / max(1.0, float(totals[1, episode])) if lost else datum.episode_share)
+    return shares
 
 
 def correction(settings: CorrectionSettings) -> Correction:
@@ -200,9 +220,15 @@ def expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
+    """Return whether the loss or a term that is added to it can have a gradient; it has none without an action."""
+    from rl.losses import get_loss, switched_on  # with torch, which settings and --help do without
+
     if loss == "cross_entropy":
         return any("weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any() for datum in datums)
-    if loss not in _OF_ADVANTAGES or any(config.get(term, 0.0) for term in ("entropy_coef", "kl_coef", "value_coef")):
+    if all("mask" in datum.loss_fn_inputs for datum in datums) and not action_tokens(datums):
+        return False
+    spec = get_loss(loss)
+    if not spec.needs_advantages or (spec.terms and switched_on(config)):
         return True
     return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl.credit import merged_sample_size
 from rl.episodes import TrajectoryGroup, action_tokens, largest
 from rl.errors import UserError
 from rl.methods.base import Models, Progress
@@ -40,7 +41,7 @@ class StreamedStep:
     def _train(self, datums: list[Datum]) -> None:
         self.credited += datums
         ready, before = self.method.prepared(datums, self.models)
-        self._before.append((action_tokens(ready), before))
+        self._before.append((action_tokens(datums), before))  # measured before a correction removed any
         self.datums += ready
         self._futures.append(self.models.policy.forward_backward(ready, self.method.loss, self.method.loss_config()))
 
@@ -70,10 +71,12 @@ class StreamedStep:
         return {**metrics, **expert_metrics(sums), **loss_metrics(sums, self.datums, kind), **self._over_parts(), **method.shaper.metrics}
 
     def _over_parts(self) -> dict[str, float]:
-        """What was measured before each part's gradient: means by tokens, the largest of what is a largest."""
+        """Merge what was measured before each part's gradient: means by drawn tokens, the largest of what is a largest."""
         found: dict[str, float] = {}
         for name in dict.fromkeys(name for _, part in self._before for name in part):
             parts = [(tokens, part[name]) for tokens, part in self._before if name in part]
             total = sum(tokens for tokens, _ in parts) or 1
             found[name] = largest([value for _, value in parts]) if "max" in name else sum(t * v for t, v in parts) / total
+        if "optim/correction_ess" in found:
+            found["optim/correction_ess"] = merged_sample_size(self._before)
         return found

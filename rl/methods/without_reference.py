@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from rl.methods.base import Models
 from rl.methods.dpo import ACCURACY, Dpo, pair_datums
+from rl.methods.spec import never, no_clients, no_weights
 from rl.settings import (
     ModelSettings,
     NotNegative,
@@ -90,6 +91,8 @@ class SimpoSettings(_PairSettings):
 
 class WithoutReference(Dpo):
     """The hooks of `orpo` and `simpo`."""
+
+    clients, weights, keeps_beginning = staticmethod(no_clients), staticmethod(no_weights), staticmethod(never)
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
         """There is no reference to score rows by."""

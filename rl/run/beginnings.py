@@ -52,7 +52,7 @@ def check_weights(stages: Sequence[StagePlan]) -> None:
             )
         earlier = [stage.name for stage in stages[:i]]
         _check_stage_name(base, plan, earlier)
-        for target in METHODS[plan.method].weights(plan.settings):
+        for target in METHODS[plan.method].other_weights(plan.settings):
             if target not in earlier:
                 _check_stage_name(target, plan, earlier)
                 open_weights(target)

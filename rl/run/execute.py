@@ -214,7 +214,7 @@ class _Whereabouts:
         earlier = {stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])}
         resume_from = self.position.state_path if self.resumes_here else None
         hosts = StageHosts(service, policy, plan.settings.model, previous, earlier, self.run.options.seed, resume_from, tags)
-        found = METHODS[plan.method].clients(plan.settings, hosts)
+        found = METHODS[plan.method].other_models(plan.settings, hosts)
         if prepared.environment is not None:
             found = {**found, "opponents": Opponents(prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name)}
         return found

@@ -195,7 +195,7 @@ def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
     """
     reads_whole = getattr(getattr(settings, "learned", None), "reward_model", None)
     shapes = []
-    for target in METHODS[method].weights(settings):
+    for target in METHODS[method].other_weights(settings):
         folder = Path(target).expanduser()
         named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
         shape = TRACES.shape((target, settings.model.tokenizer, None)) if named else policy

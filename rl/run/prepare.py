@@ -80,7 +80,7 @@ def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
     scorer = None
     if reward is not None:
         scorer = Scorer(reward, timeout=data.reward_timeout, workers=data.reward_workers, environment=data.reward_env)
-    elif METHODS[plan.method].needs_reward and environment is None and not plan.settings.learned.named:
+    elif METHODS[plan.method].needs_reward and environment is None and not METHODS[plan.method].judges(plan.settings):
         raise UserError(f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, module:function, ...)")
     own = (environment is not None and not environment.needs_rows) or _generated(data)  # whose splits share nothing
     shared = overlap(rows, test_problems) if rows is not None and test_problems is not None and not own else None

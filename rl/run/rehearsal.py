@@ -189,7 +189,7 @@ def rehearse(stages: Sequence[StagePlan], prepared: Sequence[Prepared], after: i
             _check_adapter(plan.settings.model, _root(stages, index)[0])
             renderer = stage_renderer(cast("TrainingClient", policy), plan.settings)
             tags = ready.rows.tags if ready.rows is not None else []
-            METHODS[plan.method].clients(plan.settings, _Hosts(stages, index, policy, tags))
+            METHODS[plan.method].other_models(plan.settings, _Hosts(stages, index, policy, tags))
             check_rows(ready, cast("TrainingClient", policy), renderer)
         except ValueError as error:
             raise UserError(f"stage {plan.name}, before anything was trained: {error}") from error

@@ -167,5 +167,6 @@ class Samples:
             raise EveryRewardFailed(f"{what} failed on every sample of the batch: {rollouts.errors[0]}")
         pg = getattr(self.given.settings, "policy_gradient", None)
         single = all(len(t.transitions) == 1 for g in rollouts.groups for t in g.trajectories_G)
-        if pg is not None and pg.step_rewards == "to_go" and single:
-            self._said.warn("to_go", "step_rewards to_go has no effect: every episode has one turn, and its reward is all there is to go")
+        if pg is not None and pg.step_rewards != "sum" and single:
+            text = "every episode has one turn, and its reward is all there is to go"
+            self._said.warn("to_go", f"step_rewards {pg.step_rewards} has no effect: {text}")

@@ -1,0 +1,99 @@
+"""A method in a user's file: what its class inherits, and the judges that a run applies to any method."""
+
+import pytest
+
+import rl
+from rl.errors import UserError
+from rl.methods import METHODS
+
+SMALL = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True}
+FILE = '''
+from rl.episodes import trajectory_to_datums
+from rl.methods import GrpoSettings, METHODS, PolicyGradient
+from rl.methods.steps import one_pass
+
+class Derived(PolicyGradient):
+    Settings = GrpoSettings
+
+class Whole:
+    """Plain REINFORCE, derived from nothing."""
+    Settings = GrpoSettings
+    online = True
+
+    def __init__(self, settings):
+        self.settings, self.group_size = settings, settings.policy_gradient.group_size
+
+    def credit(self, groups, models):
+        datums = []
+        for group in groups:
+            for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards()):
+                trajectory.advantage = reward
+                datums += trajectory_to_datums(trajectory)
+        if self.settings.kl.kl_coef:
+            models.reference.logprobs(datums)
+        return datums
+
+    def learn(self, models, datums, progress):
+        s = self.settings
+        return one_pass(models, datums, loss="ppo", config={}, normalise="tokens", optim=s.optim, loop=s.loop, progress=progress, peak=1e-3)
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+'''
+FILE += "".join(f'\nclass From_{name}(METHODS["{name}"].hooks):\n    Settings = METHODS["{name}"].settings\n' for name in METHODS)
+JUDGES = {
+    "reward_model": {"reward_model": "/nonexistent"},
+    "comparison_model": {"comparison_model": "/nonexistent"},
+    "rubric_model": {"rubric_model": "/nonexistent", "rubric": {"Is it short?": 1}},
+    "reference_model": {"reference_model": "/nonexistent"},
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(FILE)
+    return tmp_path
+
+
+CASES = [(method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES]
+CASES.remove(("mine.py:Whole", "reference_model"))  # it derives from nothing and declares no reference
+
+
+@pytest.mark.parametrize(("method", "judge"), CASES)
+def test_a_judge_that_is_not_there_stops_any_method(here, method, judge):
+    with pytest.raises(UserError, match="/nonexistent"):
+        rl.train(method, output_dir=here / "run", **JUDGES[judge], **SMALL)
+    assert not (here / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("method", ["mine.py:Derived", "mine.py:Whole"])
+def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
+    given = {"comparison_model": "tiny:ascii"} | ({"kl_coef": 0.1} if method == "mine.py:Derived" else {})
+    row = rl.train(method, output_dir=here / "run", **given, **SMALL).metrics[-1]
+    assert row["env/all/reward/learned"] == pytest.approx(0.5)  # the mean of shares that add up to one in each group of two
+    assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])
+    assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
+
+
+def test_a_reference_that_no_class_declares_is_explained(here):
+    with pytest.raises(UserError, match=r"its class made none: give it a static method clients"):
+        rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_derived_class_is_prepared_as_its_parent(here, name):
+    parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
+    changed = {"rlhf": ("needs_reward", "weights"), "reinforce": ("variants",)}.get(name, ())  # set beside the class
+    properties = ("reads", "needs_reward", "ranks_held_out", "ranks_where_there", "clients", "weights", "value_head", "critic",
+                  "keeps_beginning", "remark", "variants")  # fmt: skip
+    for item in properties:
+        assert item in changed or getattr(derived, item) == getattr(parent, item), item
+
+
+def test_a_derived_class_of_rows_runs(here):
+    row = rl.train("mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True).metrics[-1]
+    assert row["optim/loss"] > 0
