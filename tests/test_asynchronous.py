@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from sampler_models import reference_logprobs
+from transformers import AutoModelForCausalLM
 from whole_runs import updates_end_while_answers_are_drawn
 
 from rl.clients import SamplingClient
@@ -171,8 +174,30 @@ def _turns(path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["--over-age redraw", "--recompute-cache"])
 def test_settings_of_age_and_cache(trained, words):
-    rows = metrics(trained(words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}"))
+    folder = trained(words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}")
+    rows = metrics(folder)
     assert len(rows) == 4 and max(row["async/age/max"] for row in rows) <= 1
+
+
+@pytest.mark.slow
+def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it_names(trained):
+    """Computed again under the checkpoint of its version, prompt and answer in one plain forward; many answers are of two versions."""
+    with updates_end_while_answers_are_drawn():
+        folder = trained("exact", "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 --learning-rate 1e-2")
+    names = {version: folder / "checkpoints" / f"grpo-{version:06d}" / "model" for version in (1, 2)}  # the beginning is no checkpoint
+    models = {version: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for version, name in names.items()}
+    compared, of_several, apart = 0, 0, 0.0
+    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            drew = np.array(row.get("versions") or [row["version"]] * len(row["response_tokens"]))
+            of_several += len(set(drew.tolist())) > 1
+            for version, model in models.items():
+                found = reference_logprobs(model, row["prompt_tokens"], row["response_tokens"], row["temperature"]).numpy()
+                gaps = np.abs(found - np.array(row["logprobs"]))
+                assert gaps[drew == version].max(initial=0) < 1e-4, (path.name, row["problem"])
+                compared += int((drew == version).sum())
+                apart = max(apart, gaps[drew == 3 - version].max(initial=0))
+    assert compared > 20 and of_several > 0 and apart > 0.01
 
 
 def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run():

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from test_rollout import PARAMS, Countdown, Countdowns, said
+from test_rollout import PARAMS, Countdown, Countdowns, check_owed, owed_kinds, owing_group, said
 
 from rl import ServiceClient
 from rl.clients import SampleStream
@@ -216,3 +216,58 @@ def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(
     assert [group.get_total_rewards() for group in found.groups] == [[2.0]], found.errors
     first, second = found.errors
     assert "gave seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
+
+
+class Leaves(Countdown):
+    """Counts how often it is closed. `how`: where it fails, if it does."""
+
+    how, closed = "", 0
+
+    def initial_observation(self):
+        return self._answer("start", super().initial_observation())
+
+    def step(self, action):
+        return self._answer("step", super().step(action))
+
+    def _answer(self, where, answer):
+        if self.how == where:
+            raise EpisodeFailed(f"no {where}")
+        return Promised(where == "score" or self.how == f"promised {where}", answer) if not self.blocks else answer
+
+    def close(self):
+        self.closed += 1
+
+
+class Promised:
+    def __init__(self, fails, answer):
+        self.fails, self.answer = fails, answer
+
+    def wait(self):
+        pass
+
+    def result(self):
+        if self.fails:
+            raise EpisodeFailed("a promise that was not held")
+        return self.answer
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("play", [rollout, continuous])
+def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play, blocks):
+    """By itself, failed at its first observation, at a step, and in a promise of either."""
+    hows = ["", "start", "step"] if blocks else ["", "promised start", "promised step"]
+    if play is rollout:
+        hows = [how for how in hows if not how or how.startswith("promised")]
+    group = Countdowns(0, [2] * len(hows))
+    envs = [Leaves(group.first, 2, False) for _ in hows]
+    for env, how in zip(envs, hows, strict=True):
+        env.how, env.blocks = how, blocks
+    group.make_envs = lambda: envs
+    found = rollout([group], sampler, PARAMS, seed=3) if play is rollout else continuous([group], sampler, seed=3)
+    assert len(found.errors) == len(hows) - 1 and len(found.groups[0].trajectories_G) == 1
+    assert [env.closed for env in envs] == [1] * len(hows)
+
+
+def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
+    group = owing_group(sampler.info["max_context"], owed_kinds())
+    check_owed(continuous([group], sampler, seed=2), group)

@@ -5,7 +5,7 @@ import pytest
 
 from rl import ServiceClient
 from rl.episodes.datums import trajectory_to_datums
-from rl.episodes.episode import Env, EnvGroupBuilder, StepResult
+from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult
 from rl.episodes.metrics import group_metrics
 from rl.episodes.rollout import rollout
 from rl.types import ModelInput, SampledSequence, SamplingParams
@@ -167,3 +167,57 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     assert f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of {limit}" in found.errors[0]
     long.first = ModelInput.from_ints([3] * (limit - 2))  # the last drawn token is never read
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
+
+
+class Owing(Countdown):
+    """Says what it still owes when there is no room left: a result, a promise of one, nothing, or that it failed."""
+
+    owes: object = None
+    closed = 0
+
+    def no_room(self):
+        return self.owes
+
+    def close(self):
+        self.closed += 1
+
+
+class Promise:
+    def __init__(self, result):
+        self.given = result
+
+    def result(self):
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
+
+
+def owing_group(limit: int, kinds) -> Countdowns:
+    """A group whose episodes have room for one turn and none for a second."""
+    group = Countdowns(0, [3] * len(kinds))
+    group.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + 1))
+    group.envs = [Owing(group.first, 3, False) for _ in kinds]
+    for env, owes in zip(group.envs, kinds, strict=True):
+        env.owes = owes
+    group.make_envs = lambda: group.envs
+    return group
+
+
+def owed_kinds() -> list:
+    last = StepResult(5.0, True, metrics={"late": 2.0})
+    return [None, last, Promise(last), Promise(EpisodeFailed("lost the score")), Promise(None)]
+
+
+def check_owed(found, group) -> None:
+    (played,) = found.groups
+    assert found.errors == ["lost the score"]
+    assert [episode.transitions[-1].reward for episode in played.trajectories_G] == [1.0, 6.0, 6.0, 1.0]
+    assert [episode.transitions[-1].metrics.get("late") for episode in played.trajectories_G] == [None, 2.0, 2.0, None]
+    assert all(e.transitions[-1].truncated and e.transitions[-1].metrics["context_overflow"] == 1.0 for e in played.trajectories_G)
+    assert played.get_total_rewards() == [11.0, 16.0, 16.0, 11.0]
+    assert [env.closed for env in group.envs] == [1] * 5
+
+
+def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
+    group = owing_group(sampler.info["max_context"], owed_kinds())
+    check_owed(rollout([group], sampler, PARAMS, seed=2), group)

@@ -105,6 +105,23 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(la
     assert np.abs(learnt(plain, data) - np.concatenate(expected)).max() > 0.1  # without replay they go elsewhere
 
 
+def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
+    """Of the same lengths and side by side, in every layout: each is routed as it would be alone."""
+    model, rng = model_of(), np.random.default_rng(5)
+    data = datums(((6, (5, 5, 5, 5)),))
+    for datum in data[1::2]:
+        tokens = datum.model_input.length
+        datum.experts = np.stack([rng.permutation(4)[:2] for _ in range(tokens * 4)]).reshape(tokens, 8).astype(np.int16)
+    data[3].experts[:6] = data[1].experts[:6]  # a prompt has one choice, whoever answers it
+    for layout in ("padded", "packed", "shared"):
+        learner = make_learner(model, layout=layout, router_replay=True)
+        alone = np.concatenate([learnt(learner, [datum]) for datum in data])
+        np.testing.assert_allclose(learnt(learner, data), alone, atol=1e-4)
+        told = [learnt(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
+        apart = [np.abs(a - b).max() for a, b in zip(np.split(alone, 4), told, strict=True)]
+        assert [gap > 0.05 for gap in apart] == [False, True, False, True], "the record decides where there is one"
+
+
 def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_says_how_many_would_not_have():
     """A toy whose routers are nearly undecided, so that rounding turns some of them."""
     model = model_of(num_hidden_layers=4)

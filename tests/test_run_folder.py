@@ -211,6 +211,18 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
     checkpoint.verify(folder / "checkpoints" / "grpo-final")
 
 
+def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(done, tmp_path):
+    """All steps are done and saved, and the stage's end under its own name is still to be written: at the same step."""
+    folder = copied(done, tmp_path)
+    os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
+    plan = asked(folder)
+    assert find(plan, folder, Heard()).step == 8
+    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
+    with pytest.raises(RunFolderError, match="grpo-final is in the way.*its step 8.*none of its own"):
+        find(plan, folder, Heard())
+    checkpoint.verify(folder / "checkpoints" / "grpo-final")
+
+
 def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
     for name in ("../x", "/etc", "..", ".", "", "a/b", "a" * 300, "x.partial-1", "x y", 3, None):
         with pytest.raises(checkpoint.DamagedCheckpoint):

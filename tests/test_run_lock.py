@@ -195,3 +195,24 @@ except ChildProcessError:
     lock.acquire()  # taken over, where a child of the last of them left it behind
     lock.release()
     assert left(tmp_path) == []
+
+
+def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
+    """Between the first look and the turn to replace the lock, somebody else has replaced it, and is at work."""
+    another_hosts(tmp_path, 61)
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    verdict = first._is_over
+
+    def slow(owner, age):
+        if owner.get("nonce") == "theirs":
+            second.acquire()
+        return verdict(owner, age)
+
+    first._is_over = slow
+    with pytest.raises(RunFolderError, match="in use by"):
+        first.acquire()
+    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == second._me["nonce"]
+    assert left(tmp_path) == ["run.lock"]
+    second.held()
+    second.release()
+    assert left(tmp_path) == []

@@ -8,7 +8,7 @@ scale. Either way all questions about all answers of a batch are one batch for t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 from rl.episodes import TrajectoryGroup
 from rl.errors import UserError
 from rl.judges.comparison import conversation_text
+from rl.judges.conversations import conversation_of
 from rl.judges.reward_scores import AT_ONCE
 from rl.renderers import split_thoughts
 from rl.rewards import Score
@@ -104,7 +105,8 @@ class RubricJudge:
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
-        asked = [_asked(trajectory.transitions[-1].logs) for group in groups for trajectory in group.trajectories_G]
+        played = [trajectory for group in groups for trajectory in group.trajectories_G]
+        asked = [(conversation_of(one), str(one.transitions[-1].logs.get("response", ""))) for one in played]
         questions = self.rubric.questions
         unlike: dict[tuple[str, str], int] = {}  # equal answers to one conversation are read once
         places = [unlike.setdefault((repr(messages), answer), len(unlike)) for messages, answer in asked]
@@ -168,9 +170,3 @@ class RubricJudge:
                 f"the rubric's judge {self.client.info['base_model']} reads at most {limit} tokens, a conversation with its answer and a "
                 f"question has {length}: lower max_tokens or rubric_max_tokens, or take a judge of a longer context"
             )
-
-
-def _asked(logs: Mapping[str, Any]) -> tuple[Sequence[Message], str]:
-    """The conversation that was answered, and the answer; of an environment that logs none, its prompt alone."""
-    messages = logs["messages"] if "messages" in logs else [{"role": "user", "content": str(logs.get("prompt", ""))}]
-    return messages, str(logs.get("response", ""))

@@ -1,0 +1,191 @@
+"""Block tables under random operations, with contents: whatever is shared, copied, kept, extended or given back, each row and each
+prompt reads what was written for it, and every page is counted by who holds it.
+
+The model beside them is a list of written numbers for each row and prompt; a page's contents are what was last written to its places.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rl.sampler.pages import OutOfPages, PromptPages, RowPages, Tables
+
+
+class Memory:
+    """Pages with contents, and what every row and prompt of the tables is to read."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng, self.size = rng, int(rng.choice([1, 2, 3, 5, 8]))
+        self.tables = Tables(int(rng.integers(6, 40)), self.size)
+        self.pages = np.full((len(self.tables.pool.held), self.size), -1, np.int64)
+        self.rows: list[list[int]] = []
+        self.prompts: list[list[int]] = []
+        self.copies = 0
+        self.fresh = itertools.count()
+
+    def numbers(self, count: int) -> list[int]:
+        return [next(self.fresh) for _ in range(count)]
+
+    def write(self, pages: list[int], first: int, values: list[int]) -> None:
+        for at, value in enumerate(values, start=first):
+            self.pages[pages[at // self.size], at % self.size] = value
+
+    def copy(self, move: tuple[int, int] | None) -> None:
+        if move is not None:
+            self.pages[move[1]] = self.pages[move[0]]
+            self.copies += 1
+
+    def pick(self, choices: list[int]) -> int | None:
+        return int(self.rng.choice(choices)) if choices else None
+
+    # operations; each returns whether it was possible
+
+    def add_prompt(self) -> bool:
+        length = int(self.rng.integers(1, 3 * self.size + 2))
+        if self.tables.pages_for(length) > self.tables.pool.free:
+            with pytest.raises(OutOfPages):
+                self.tables.add_prompt(length)
+            return False
+        prompt = self.tables.add_prompt(length)
+        self.prompts.append(self.numbers(length))
+        self.write(prompt.pages, 0, self.prompts[-1])
+        return True
+
+    def add_row(self) -> bool:
+        slot = self.pick([i for i, p in enumerate(self.tables.prompts) if p.rows or p.pages])
+        if slot is None:
+            return False
+        self.tables.add_row(slot)
+        self.rows.append(list(self.prompts[slot]))
+        return True
+
+    def come_back(self) -> bool:
+        """A row that waited: its tokens are read again, into pages of its own."""
+        slot = self.pick(list(range(len(self.prompts))))
+        if slot is None:
+            return False
+        values = [*self.prompts[slot], *self.numbers(int(self.rng.integers(0, 2 * self.size + 1)))]
+        if self.tables.pages_for(len(values)) > self.tables.pool.free:
+            return False
+        row = self.tables.add_whole(slot, len(values))
+        self.write(row.pages, 0, values)
+        self.rows.append(values)
+        return True
+
+    def draw(self) -> bool:
+        """Every row goes on, by one token or by several."""
+        tables = self.tables
+        counts = self.rng.integers(1, 2 if self.rng.random() < 0.5 else 2 * self.size + 2, len(tables.rows)).tolist()
+        if not counts or tables.needed(counts) > tables.pool.free:
+            return False
+        before, copies = tables.pool.free, self.copies
+        taken = tables.needed(counts)
+        for row, values, count in zip(tables.rows, self.rows, counts, strict=True):
+            first = row.length
+            if count == 1 and self.rng.random() < 0.5:
+                page, place, move = tables.make_room(row)
+                assert (page, place) == (row.pages[first // self.size], first % self.size)
+            else:
+                move = tables.grow(row, count)
+            self.copy(move)
+            new = self.numbers(count)
+            self.write(row.pages, first, new)
+            values += new
+        assert before - tables.pool.free == taken, (before, tables.pool.free, taken, self.copies - copies)
+        return True
+
+    def end_row(self) -> bool:
+        index = self.pick(list(range(len(self.rows))))
+        if index is None:
+            return False
+        self.tables.drop_row(self.tables.rows.pop(index))
+        self.rows.pop(index)
+        return True
+
+    def end_prompt(self) -> bool:
+        slot = self.pick([i for i, p in enumerate(self.tables.prompts) if p.rows == 0])
+        if slot is None:
+            return False
+        self.tables.drop_prompt(self.tables.prompts.pop(slot))
+        self.prompts.pop(slot)
+        return True
+
+    def keep(self) -> bool:
+        """A conversation: what a row has read and drawn becomes a prompt, all of it or but for the end."""
+        index = self.pick([i for i, row in enumerate(self.tables.rows) if row.length])
+        if index is None:
+            return False
+        length = int(self.rng.integers(1, len(self.rows[index]) + 1))
+        self.tables.keep_row(self.tables.rows[index], length)
+        self.prompts.append(self.rows[index][:length])
+        return True
+
+    def extend(self) -> bool:
+        """The next turn of a conversation is read behind what is there."""
+        tables, count = self.tables, int(self.rng.integers(1, 2 * self.size + 2))
+        slot = self.pick([i for i, p in enumerate(tables.prompts) if p.rows == 0 and p.pages])
+        if slot is None or tables.pages_for(tables.prompts[slot].length + count) - len(tables.prompts[slot].pages) + 1 > tables.pool.free:
+            return False
+        prompt, new = tables.prompts[slot], self.numbers(count)
+        first = prompt.length
+        self.copy(tables.extend(slot, count))
+        self.write(prompt.pages, first, new)
+        self.prompts[slot] += new
+        return True
+
+    def reads(self, holder: RowPages | PromptPages) -> list[int]:
+        return self.pages[holder.pages].ravel()[: holder.length].tolist()
+
+    def check(self) -> None:
+        tables = self.tables
+        held = Counter(itertools.chain(*(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)))
+        assert [held[page] for page in range(len(tables.pool.held))] == tables.pool.held
+        assert tables.pool.free == tables.pool.held.count(0)
+        for row, values in zip(tables.rows, self.rows, strict=True):
+            assert row.length == len(values) and self.reads(row) == values
+        for prompt, values in zip(tables.prompts, self.prompts, strict=True):
+            assert prompt.length == len(values) and prompt.rows == sum(row.prompt is prompt for row in tables.rows)
+            if prompt.rows == 0 and prompt.pages:
+                assert self.reads(prompt) == values
+        together: Counter[int] = Counter()
+        for rows, pages in tables.shared_pages():
+            together.update(rows)
+            assert len(rows) > 1 and pages
+            for row in rows:
+                assert tables.rows[row].pages[: len(pages)] == pages
+                assert len(pages) * self.size <= tables.rows[row].prompt.length
+        assert max(together.values(), default=1) == 1, "a row is read with one group alone"
+
+
+OPERATIONS = {"add_prompt": 3, "add_row": 5, "come_back": 1, "draw": 6, "end_row": 3, "end_prompt": 1, "keep": 2, "extend": 2}
+
+
+def population(seeds: range, steps: int = 60) -> Counter:
+    done: Counter[str] = Counter()
+    weights = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
+    for seed in seeds:
+        memory = Memory(np.random.default_rng(seed))
+        for name in memory.rng.choice(list(OPERATIONS), steps, p=weights).tolist():
+            done[name] += getattr(memory, name)()
+            memory.check()
+        done["copies"] += memory.copies
+        while memory.tables.rows:
+            memory.end_row()
+        while memory.tables.prompts:
+            memory.end_prompt()
+        assert memory.tables.pool.free == len(memory.tables.pool.held), "a page was lost"
+    return done
+
+
+def test_random_operations_leave_every_reader_its_contents():
+    done = population(range(150))
+    assert min(done[name] for name in (*OPERATIONS, "copies")) > 100, done
+
+
+@pytest.mark.campaign
+def test_random_operations_leave_every_reader_its_contents_in_many_runs():
+    population(range(1000, 21_000))

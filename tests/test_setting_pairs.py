@@ -1,0 +1,274 @@
+"""Settings in pairs: two updates for each row of a table, each against the formulas in float64.
+
+The table is correction x normalisation x how the batch comes x loss and baseline. The reference knows none of the project's code for
+credit, corrections, losses and divisors: it reads the groups, takes logprobs of a float64 copy of the weights that were saved before
+the update, and works out loss and gradient with autograd.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_streaming import off_the_policy
+from transformers import AutoModelForCausalLM
+
+from rl import ServiceClient
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.methods import Models, Progress
+from rl.methods.grpo import PolicyGradient
+from rl.methods.grpo_settings import GrpoSettings
+from rl.methods.streaming import StreamedStep
+from rl.settings import unflatten
+from rl.types import ModelInput, SampledSequence
+
+MAX_TOKENS, GROUPS, MEMBERS, TEMPERATURE = 6, 4, 3, 0.8
+CORRECTIONS = {
+    "none": ("none", "token", 0.0, 2.0),
+    "truncate-token": ("truncate", "token", 0.8, 1.2),
+    "truncate-sequence": ("truncate", "sequence", 0.0, 1.5),
+    "icepop-token": ("icepop", "token", 0.75, 1.35),
+    "icepop-sequence": ("icepop", "sequence", 0.3, 3.0),
+    "mask-token": ("mask", "token", 0.75, 1.35),
+    "mask-sequence": ("mask", "sequence", 0.5, 2.0),
+    "mask-geometric": ("mask", "geometric", 0.85, 1.2),
+}
+NORMALISATIONS = ("tokens", "sequences", "sequence_means", "constant", "sum")
+ROLLOUTS = ("whole", "parts", "late", "late-learner")  # "late": tokens of older versions, ratios by their age or against the learner
+LOSSES = {
+    "ppo-mean": ("ppo", "mean"),
+    "ppo-mean_std": ("ppo", "mean_std"),
+    "importance_sampling-leave_one_out": ("importance_sampling", "leave_one_out"),
+    "importance_sampling-running_mean": ("importance_sampling", "running_mean"),
+    "cispo-batch": ("cispo", "batch"),
+    "gspo-mean": ("gspo", "mean"),
+}
+OF_THE_WHOLE_BATCH = ("running_mean", "batch")
+Row = tuple[str, str, str, str]
+
+
+def valid(row: Row) -> bool:
+    correction, _, rollouts, loss = row
+    if rollouts == "parts" and LOSSES[loss][1] in OF_THE_WHOLE_BATCH:
+        return False
+    return not (rollouts == "late" and correction != "none")  # the age of tokens takes the place of a correction
+
+
+TABLE = [row for row in itertools.product(CORRECTIONS, NORMALISATIONS, ROLLOUTS, LOSSES) if valid(row)]
+
+
+def covering(table: list[Row], seed: int = 0) -> list[Row]:
+    """Rows in which every pair of values of two columns that stands in the table stands at least once; greedy."""
+
+    def pairs(row: Row) -> set:
+        return {((i, row[i]), (j, row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
+
+    shuffled = random.Random(seed).sample(table, len(table))
+    missing, chosen = set().union(*map(pairs, table)), []
+    while missing:
+        best = max(shuffled, key=lambda row: len(pairs(row) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def settings_of(row: Row) -> GrpoSettings:
+    correction, normalise, rollouts, loss = row
+    kind, level, low, high = CORRECTIONS[correction]
+    flat = {
+        "loss": LOSSES[loss][0], "advantage": LOSSES[loss][1], "normalise": normalise, "group_size": MEMBERS, "max_tokens": MAX_TOKENS,
+        "temperature": TEMPERATURE, "batch_size": GROUPS, "steps": 2, "learning_rate": 1e-3, "adam_eps": 1e-3, "kl_coef": 0.0,
+    }  # fmt: skip
+    if kind != "none":
+        flat |= {"correction": kind, "correction_level": level, "correction_low": low, "correction_high": high}
+    flat |= {"stream_minibatches": 2} if rollouts == "parts" else {}
+    flat |= {"max_steps_off_policy": 2} if rollouts.startswith("late") else {}
+    flat |= {"proximal": "interpolated"} if rollouts == "late" else {"proximal": "learner"} if rollouts == "late-learner" else {}
+    problems: list[str] = []
+    settings = unflatten(GrpoSettings, flat, problems, "a test")
+    assert not problems, problems
+    return settings
+
+
+def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[TrajectoryGroup]:
+    """Episodes of one to three turns, which continue or begin anew; one group whose members earn the same."""
+    groups = []
+    for problem in range(GROUPS):
+        members = []
+        for _ in range(MEMBERS):
+            seen, turns = rng.integers(0, 12, 2).tolist(), []
+            for _ in range(int(rng.integers(1, 4))):
+                tokens = rng.integers(0, 12, int(rng.integers(1, MAX_TOKENS + 1))).tolist()
+                drew = np.sort(rng.integers(max(0, version - 2), version + 1, len(tokens))).tolist() if late else [version] * len(tokens)
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", temperature=TEMPERATURE, version=min(drew), versions=drew)
+                turns.append(Transition(ModelInput.from_ints(list(seen)), action, 0.0, False))
+                seen = [*seen, *tokens, 12] if rng.random() < 0.6 else rng.integers(0, 12, 3).tolist()
+            turns[-1].episode_done, turns[-1].reward = True, 1.0 if problem == 1 else float(rng.integers(0, 4))
+            members.append(Trajectory(turns))
+        groups.append(TrajectoryGroup(members, [0.0] * MEMBERS, [{}] * MEMBERS, problem_index=problem))
+    return groups
+
+
+# --------------------------------------------------------------------------------------------------------- the reference
+
+
+class Sequence64:
+    """One text that is trained on: `actions` are positions in `tokens`, with the sampler's logprob and the version of each."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.actions: list[int] = []
+        self.q: list[float] = []
+        self.versions: list[int] = []
+
+
+def sequences_of(trajectory: Trajectory) -> list[Sequence64]:
+    found: list[Sequence64] = []
+    for turn in trajectory.transitions:
+        observation = turn.ob.to_ints()
+        fitting = [s for s in found if observation[: len(s.tokens)] == s.tokens]
+        sequence = max(fitting, key=lambda s: len(s.tokens), default=None)
+        if sequence is None:
+            sequence = Sequence64()
+            found.append(sequence)
+        sequence.tokens = list(observation)
+        sequence.actions += range(len(observation), len(observation) + len(turn.ac.tokens))
+        sequence.tokens += turn.ac.tokens
+        sequence.q += np.float32(turn.ac.logprobs).astype(np.float64).tolist()
+        sequence.versions += turn.ac.versions
+    return found
+
+
+class Baseline:
+    """The reference's advantages; the running mean goes on from batch to batch."""
+
+    def __init__(self, kind: str):
+        self.kind, self.mean = kind, None
+
+    def __call__(self, rewards_P_G: np.ndarray) -> np.ndarray:
+        centred = rewards_P_G - rewards_P_G.mean(1, keepdims=True)
+        match self.kind:
+            case "mean":
+                return centred
+            case "mean_std":
+                return centred / (rewards_P_G.std(1, keepdims=True) + 1e-6)
+            case "leave_one_out":
+                return centred * MEMBERS / (MEMBERS - 1)
+            case "batch":
+                return (rewards_P_G - rewards_P_G.mean()) / (rewards_P_G.std() + 1e-8)
+        before = rewards_P_G.mean() if self.mean is None else self.mean
+        self.mean = 0.9 * before + 0.1 * rewards_P_G.mean()
+        return rewards_P_G - before
+
+
+def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[str, float]:
+    """Loss and gradient norm of the whole batch, in float64."""
+    correction, normalise, rollouts, loss_name = row
+    kind, level, low, high = CORRECTIONS[correction]
+    loss = LOSSES[loss_name][0]
+    rewards = np.array([[sum(turn.reward for turn in member.transitions) for member in group.trajectories_G] for group in groups])
+    advantages = baseline(rewards)
+    compares = baseline.kind not in OF_THE_WHOLE_BATCH
+    total, kept_tokens, kept_episodes = torch.zeros((), dtype=torch.float64), 0, 0.0
+    for group, advantages_G in zip(groups, advantages, strict=True):
+        if compares and not advantages_G.any():
+            continue
+        for member, advantage in zip(group.trajectories_G, advantages_G, strict=True):
+            parts = sequences_of(member)
+            lp, q = [], []
+            for part in parts:
+                logits = (model(input_ids=torch.tensor([part.tokens[:-1]]), use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+                at = torch.tensor(part.actions) - 1
+                lp.append(logits[at, torch.tensor(part.tokens)[at + 1]])
+                q.append(torch.tensor(part.q, dtype=torch.float64))
+            gaps = [(a.detach() - b) for a, b in zip(lp, q, strict=True)]
+            whole = torch.cat(gaps)
+            level_gap = {"token": None, "sequence": whole.sum(), "geometric": whole.mean()}[level]
+            ratios = [(gap if level_gap is None else level_gap.expand_as(gap)).exp() for gap in gaps]
+            inside = [(ratio >= low) & (ratio <= high) for ratio in ratios]
+            weights = [torch.ones_like(gap) for gap in gaps]
+            keeps = [torch.ones_like(gap, dtype=torch.bool) for gap in gaps]
+            if kind == "truncate":
+                weights = [ratio.clamp(low, high) for ratio in ratios]
+            if kind == "icepop":
+                weights = [ratio * ok for ratio, ok in zip(ratios, inside, strict=True)]
+            if kind == "mask":
+                keeps = inside
+            tokens = int(sum(keep.sum() for keep in keeps))
+            kept_tokens, kept_episodes = kept_tokens + tokens, kept_episodes + (tokens > 0)
+            own = torch.zeros((), dtype=torch.float64)
+            for part, a, b, weight, keep in zip(parts, lp, q, weights, keeps, strict=True):
+                against = a.detach() if kind in ("truncate", "icepop") or rollouts == "late-learner" else b
+                if rollouts == "late":
+                    age = torch.tensor([version - v for v in part.versions], dtype=torch.float64)
+                    against = b + age / (age + 1) * (a.detach() - b)
+                a, against, weight = a[keep], against[keep], weight[keep]
+                credit = advantage * weight
+                ratio = (a - against).exp()
+                if loss == "gspo" and len(a):
+                    ratio = (a - against).mean().exp().detach() * (a - a.detach()).exp()
+                if loss in ("ppo", "gspo"):
+                    own = own - torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit).sum()
+                elif loss == "cispo":
+                    own = own - (ratio.detach().clamp(0.8, 1.2) * a * credit).sum()
+                else:
+                    own = own - (ratio * credit).sum()
+            total = total + (own / max(1, tokens) if normalise == "sequence_means" else own)
+    of_episodes = {"sequences": kept_episodes, "sequence_means": kept_episodes, "constant": kept_episodes * MAX_TOKENS}
+    divisor = {"tokens": kept_tokens, "sum": 1, **of_episodes}[normalise]
+    model.zero_grad()
+    (total / divisor).backward()
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
+    shown = kept_episodes if normalise == "sequence_means" else kept_tokens
+    return {"optim/grad_norm": float(norm), "optim/policy_loss": float(total.detach()) / shown, "optim/tokens": kept_tokens}
+
+
+# ------------------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.fixture(scope="module")
+def policy_at(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
+        policy = service.create_full_training_client("tiny:addition-small", seed=1)
+        groups = groups_of(np.random.default_rng(99), 0, False)
+        off_the_policy(policy, groups, np.random.default_rng(98))
+        method = PolicyGradient(settings_of(("none", "tokens", "whole", "ppo-mean")))
+        for batch in range(3):  # versions 0 to 2 are behind it
+            method.learn(Models(policy), method.credit(groups, Models(policy)), Progress(batch, 2))
+        yield policy, policy.save_state("beginning").result().path
+
+
+def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
+    policy, path = policy_at
+    policy.load_state_with_optimizer(path).result()
+    method, models, baseline = PolicyGradient(settings_of(row)), Models(policy), Baseline(LOSSES[row[3]][1])
+    for batch in range(2):
+        version, rng = policy.version, np.random.default_rng([seed, batch])
+        groups = groups_of(rng, version, row[2].startswith("late"))
+        off_the_policy(policy, groups, rng)
+        saved = policy.save_weights_for_sampler(f"{folder.name}-{batch}", ttl_seconds=600).result().path
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).double()
+        if row[2] == "parts":
+            step = StreamedStep(method, models, Progress(0, 1))
+            step.add(groups[: GROUPS // 2])
+            step.add(groups[GROUPS // 2 :])
+            metrics = step.finish()
+        else:
+            metrics = method.learn(models, method.credit(groups, models), Progress(0, 1))
+        wanted = expected(model, groups, row, baseline, version)
+        found = {name: metrics[name] for name in wanted}
+        assert found == pytest.approx(wanted, rel=3e-4, abs=1e-6), (row, batch)
+
+
+@pytest.mark.parametrize("row", covering(TABLE), ids="/".join)
+def test_two_updates_of_every_pair_of_settings(policy_at, row, tmp_path):
+    two_steps(policy_at, row, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", TABLE, ids="/".join)
+def test_two_updates_of_the_whole_table(policy_at, row, tmp_path):
+    two_steps(policy_at, row, tmp_path, seed=6)

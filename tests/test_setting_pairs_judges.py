@@ -1,0 +1,136 @@
+"""Settings in pairs: turns of an episode x who judges it. Every judge is shown an answer with the conversation that it ends.
+
+Members of a group are told different things from their second turn on, so whatever a judge is shown of a member's last answer tells
+whose conversation stands beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from scripted import Scripted
+from test_reward_model import Letters
+
+from rl.environments import Environment, EnvironmentGroup, Turn, resolve_environment
+from rl.episodes import Rollouts, rollout
+from rl.judges import ComparedInGroup, ComparisonModel, LearnedRewards, RewardModel, Rubric, RubricJudge, judged
+from rl.models.tokenizers import load_tokenizer
+from rl.renderers import get_renderer
+from rl.types import ModelInput, Problem, SamplingParams
+
+MEMBERS, ROWS = 3, 2
+TURNS = (1, 2, 3)
+
+
+class Interview(Environment):
+    """The first question is the row's; each further one is the member's own."""
+
+    def start(self):
+        self.turn = 1
+        return f"<row {self.row['number']}>"
+
+    def step(self, answer):
+        self.turn += 1
+        done = self.turn > self.row["turns"]
+        question = f"<row {self.row['number']} member {self.member} turn {self.turn}>"
+        return Turn(reward=0.25, done=True) if done else Turn(question, reward=0.5)
+
+
+def played(turns: int) -> Rollouts:
+    """Every answer is a number of its own."""
+    tokenizer = load_tokenizer("tiny:ascii")
+    count = iter(range(10**6))
+
+    rows = [{"number": i, "turns": turns} for i in range(ROWS)]
+    renderer = get_renderer("plain", tokenizer)
+    spec = resolve_environment(Interview)
+    builders = [EnvironmentGroup(spec, Problem((), row, index=i), MEMBERS, renderer) for i, row in enumerate(rows)]
+    return rollout(builders, Scripted(tokenizer, lambda *_: f"[{next(count)}]"), SamplingParams(max_tokens=20, temperature=1.0), seed=0)
+
+
+class Shown:
+    """A judge's client: notes every text that it is shown, and likes the later numbers better."""
+
+    info = {"max_context": None, "base_model": "a stand-in"}
+
+    def __init__(self):
+        self.texts: list[str] = []
+
+    def _note(self, inputs) -> list[str]:
+        texts = ["".join(map(chr, one.to_ints())) for one in inputs]
+        self.texts += texts
+        return texts
+
+    def compute_logprobs_many(self, inputs):
+        texts = self._note(inputs)
+        return SimpleNamespace(result=lambda: [[None, *[-0.01 * len(text)] * (len(text) - 1)] for text in texts])
+
+    def compute_values(self, inputs):
+        texts = self._note(inputs)
+        return SimpleNamespace(result=lambda: [[0.0, float(re.findall(r"\[(\d+)\]", text)[-1])] for text in texts])
+
+    def sample_many(self, requests):
+        texts = self._note([ModelInput.from_ints(request.prompt) for request in requests])
+        found = [SimpleNamespace(sequences=[SimpleNamespace(tokens=list(map(ord, "Score: 7")))]) for _ in texts]
+        return SimpleNamespace(result=lambda: (found, {}))
+
+
+class Characters(Letters):
+    """Letters, as a judge that reads what it judges or writes needs them."""
+
+    def build_generation_prompt(self, messages):
+        return self.build_supervised_example([*messages, {"role": "assistant", "content": ""}])[0]
+
+    def get_stop_sequences(self):
+        return []
+
+    def parse_response(self, tokens):
+        return {"role": "assistant", "content": "".join(map(chr, tokens))}, True
+
+    def judged(self, prompt, answer):
+        tokenizer = load_tokenizer("tiny:ascii")
+        return ModelInput.from_ints([ord(c) for c in tokenizer.decode([*prompt, *answer])])
+
+
+def judge_of(kind: str, client: Shown):
+    match kind:
+        case "comparison":
+            return ComparedInGroup(ComparisonModel(client, Characters()))
+        case "reward":
+            return RewardModel(client, "a stand-in", Characters())
+        case "rubric-yes_no":
+            return RubricJudge(client, Characters(), Rubric.of((("Is it right?", 1.0),)))
+    return RubricJudge(client, Characters(), Rubric.of((("Is it right?", 1.0),), "score"))
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("kind", ["comparison", "reward", "rubric-yes_no", "rubric-score"])
+def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
+    rollouts, client = played(turns), Shown()
+    found = judged(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
+    assert not found.errors and len(found.groups) == ROWS
+    conversations = {}  # by the last answer: all that is said in it, and in whose group it stands
+    for row, group in enumerate(rollouts.groups):
+        for member, trajectory in enumerate(group.trajectories_G):
+            assert len(trajectory.transitions) == turns
+            questions = [f"<row {row}>", *(f"<row {row} member {member} turn {turn}>" for turn in range(2, turns + 1))]
+            answers = [turn.logs["response"] for turn in trajectory.transitions]
+            conversations[answers[-1]] = ([*questions, *answers], row)
+    seen = set()
+    for text in client.texts:
+        last = [answer for answer in conversations if answer in text]
+        assert last and len(last) <= (2 if kind == "comparison" else 1), text
+        for answer in last:
+            missing = [part for part in conversations[answer][0] if part not in text]
+            assert not missing, f"{answer} was judged without {missing}:\n{text}"
+        known = {part for answer in last for part in conversations[answer][0]}
+        strange = set(re.findall(r"<row[^>]*>|\[\d+\]", text)) - known
+        assert not strange, f"{last} were judged beside {strange}:\n{text}"
+        seen |= set(last)
+    assert seen == set(conversations)
+    for group, before in zip(found.groups, rollouts.groups, strict=True):
+        learned = [metrics["reward/learned"] for metrics in group.metrics_G]
+        own = [0.5 * total for total in before.get_total_rewards()]
+        assert group.get_total_rewards() == pytest.approx([a + b for a, b in zip(learned, own, strict=True)])

@@ -1,0 +1,300 @@
+"""No token is trained on that is older than the bound, by the loop of asynchronous runs itself, under random schedules.
+
+The loop, its counting of groups, its episodes and its checkpoints are the real ones. The sampler is a stand-in whose tokens say which
+weights and which random numbers drew them, so labels are compared with what they label. Updates and arriving weights take as long as a
+random number of slices.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from rl.episodes import Clock, Env, EnvGroupBuilder, Flow, Seat, StepResult, Waiters
+from rl.run.asynchronous import train_asynchronous
+from rl.run.samples import Samples
+from rl.sampler import Request
+from rl.seeds import derive_seed
+from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
+
+STAGE_SEED, CODES = 11, 1 << 20
+
+
+class Killed(Exception):
+    """The process ends after a checkpoint."""
+
+
+def token(version: int, seed: int, problem: int, index: int, position: int) -> int:
+    """A token that tells the version and the random number that drew it."""
+    return version * CODES + derive_seed("token", seed, problem, index, position) % CODES
+
+
+class Talk(Env):
+    """Answers every action with a mark, until its turns are over."""
+
+    blocks = False
+
+    def __init__(self, problem: int, turns: int):
+        self.read, self.turns = [problem], turns
+
+    def initial_observation(self):
+        return ModelInput.from_ints(list(self.read)), None
+
+    def step(self, action: SampledSequence) -> StepResult:
+        self.turns -= 1
+        self.read = [*self.read, *action.tokens, 1]
+        return StepResult(1.0, self.turns == 0, ModelInput.from_ints(list(self.read)))
+
+
+class Talks(EnvGroupBuilder):
+    def __init__(self, problem: int, turns: list[int]):
+        self.problem_index, self.turns = problem, turns
+
+    def make_envs(self):
+        return [Talk(self.problem_index, turns) for turns in self.turns]
+
+
+class Client:
+    """Weights of one version. `wait`: blocks until they are there."""
+
+    def __init__(self, version: int, wait=None):
+        self._version, self.there, self._wait = version, wait is None, wait
+        self.info = {"max_context": None}
+
+    @property
+    def version(self) -> int:
+        if not self.there:
+            self._wait()
+            self.there = True
+        return self._version
+
+    def when_there(self, call) -> None:
+        def arrive():
+            _ = self.version
+            call()
+
+        call() if self.there else threading.Thread(target=arrive, daemon=True).start()
+
+    def release(self) -> None:
+        pass
+
+
+class FakeStream:
+    """Draws a few tokens of every request in each slice; a request's length is a function of its random stream."""
+
+    def __init__(self, client: Client, plan: Plan):
+        self.version, self.plan = client.version, plan
+        self.running: dict[int, tuple[Request, SampledSequence, int]] = {}
+        self.tickets = self.slices = 0
+        self.first_seeds: dict[str, list[int]] = {}  # of each conversation's first turn
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def add(self, request: Request) -> int:
+        self.tickets += 1
+        begun = request.begun or SampledSequence([], [], "length")
+        versions = list(begun.versions or [begun.version] * len(begun.tokens))
+        length = self.plan.length(request.seed, request.problem, request.first_index)
+        sequence = SampledSequence(list(begun.tokens), list(begun.logprobs), "length", version=begun.version, versions=versions)
+        if len(request.prompt) == 1 and request.begun is None:
+            self.first_seeds.setdefault(request.conversation, []).append(request.seed)
+        self.running[self.tickets] = (request, sequence, length)
+        return self.tickets
+
+    def drop(self, ticket: int) -> None:
+        self.running.pop(ticket, None)
+
+    def leave(self, conversation: str) -> None:
+        pass
+
+    def renew(self) -> None:
+        pass
+
+    def switch(self, client: Client, *, anew: bool) -> None:
+        assert anew == self.plan.recompute_cache
+        self.version = client.version
+
+    def unfinished(self) -> dict[int, Request]:
+        found = {}
+        for ticket, (request, sequence, _) in self.running.items():
+            begun = self._labelled(sequence) if sequence.tokens else None
+            found[ticket] = Request(**{**{f: getattr(request, f) for f in Request.__slots__}, "begun": begun})
+        return found
+
+    @staticmethod
+    def _labelled(sequence: SampledSequence) -> SampledSequence:
+        versions = list(sequence.versions)
+        several = versions if len(set(versions)) > 1 else None
+        return SampledSequence(list(sequence.tokens), list(sequence.logprobs), "length", version=min(versions), versions=several)
+
+    def slice(self, steps: int) -> SimpleNamespace:
+        self.slices += 1
+        finished = {}
+        for ticket, (request, sequence, length) in list(self.running.items()):
+            for _ in range(min(steps, length - len(sequence.tokens))):
+                position = len(sequence.tokens)
+                sequence.tokens.append(token(self.version, request.seed, request.problem, request.first_index, position))
+                sequence.logprobs.append(-1.0)
+                sequence.versions.append(self.version)
+            if len(sequence.tokens) >= length:
+                finished[ticket] = SampleResponse([self._labelled(sequence)])
+                del self.running[ticket]
+        return SimpleNamespace(finished=finished, counters={})
+
+
+class Plan:
+    """A random schedule: sizes, bounds, lengths, how long updates and transfers take, and where the process is killed."""
+
+    def __init__(self, seed: int):
+        chance = self.chance = random.Random(seed)
+        self.size, self.group = chance.randint(1, 4), chance.randint(1, 3)
+        self.bound, self.steps = chance.choice([0, 1, 2, 3, 3]), chance.randint(1, 8)
+        self.redraw, self.far, self.recompute_cache = chance.random() < 0.5, chance.random() < 0.4, chance.random() < 0.5
+        self.slice_steps, self.longest = chance.randint(1, 4), chance.choice([3, 12, 90])
+        self.slow_update = chance.choice([0, 2, 6])
+        self.save_every = chance.choice([0, 1, 1, 2])
+        self.kills = {done for done in range(1, self.steps) if self.due(done) and chance.random() < 0.6}
+        self.turns = [[chance.randint(1, 3) for _ in range(self.group)] for _ in range(self.size * self.steps)]
+
+    def due(self, done: int) -> bool:
+        return done == self.steps or bool(self.save_every and done % self.save_every == 0)
+
+    def length(self, seed: int, problem: int, index: int) -> int:
+        """Mostly short, now and then as long as can be."""
+        drawn = random.Random(derive_seed("length", seed, problem, index)).random()
+        return 1 + int(self.longest * drawn**2)
+
+
+class Loop:
+    """A run of a plan: what `train_asynchronous` asks of a stage. `batches`: of each, the versions of its tokens and its problems."""
+
+    def __init__(self, plan: Plan, done: int = 0, state=None):
+        self.plan, self.done, self.seed, self.name = plan, done, STAGE_SEED, "grpo"
+        flow = SimpleNamespace(
+            max_steps_off_policy=plan.bound, over_age="redraw" if plan.redraw else "wait", recompute_cache=plan.recompute_cache,
+            sampler_ranks=int(plan.far),
+        )  # fmt: skip
+        self.loop = SimpleNamespace(batch_size=plan.size, steps=plan.steps)
+        self.settings = SimpleNamespace(flow=flow)
+        self.given = SimpleNamespace(decisions=SimpleNamespace(batch=0, clock=lambda tick, whole: Clock(tick=tick)), environment=None)
+        self.saves = SimpleNamespace(in_flight=state, is_due=plan.due, state_of_flow=None)
+        checks = Samples(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
+        self.samples = SimpleNamespace(players=lambda batch: {}, flow=self.flow, judged=lambda rollouts: rollouts, check=checks.check)
+        self.policy = SimpleNamespace(version=done, save_weights_and_get_sampling_client=self._client)
+        self.models = SimpleNamespace(policy=self.policy)
+        self.method = SimpleNamespace(group_size=plan.group, credit=lambda groups, models: [], learn=self.learn)
+        self.stop_request, self.samples_held_out = SimpleNamespace(exit_code=None), False
+        self.problems = SimpleNamespace(batch=self._problems)
+        self.stream: FakeStream | None = None
+        self.saved = None
+        self.batches_seen: list[tuple[int, list[int], list[int]]] = []
+        self.redrawn = 0
+
+    # what the loop calls, in its order
+    def start(self) -> Client:
+        return Client(self.done)
+
+    @contextmanager
+    def flow(self, samplers, clock) -> Iterator[Flow]:
+        waiters, self.stream = Waiters(4), FakeStream(samplers[None], self.plan)
+        yield Flow({None: Seat(self.stream, None)}, SamplingParams(max_tokens=99), waiters, clock, steps=self.plan.slice_steps)
+        waiters.close()
+
+    def batches(self) -> Iterator[int]:
+        yield from range(self.done, self.plan.steps)
+
+    def _problems(self, batch: int, size: int, seed: int):
+        return [SimpleNamespace(index=batch * size + i) for i in range(size)]
+
+    def groups(self, problems, group_size):
+        return [Talks(problem.index, self.plan.turns[problem.index]) for problem in problems]
+
+    def progress(self, batch: int) -> int:
+        return batch
+
+    def _slices(self, most: int) -> None:
+        """Wait for a random number of slices, or until nothing is drawn."""
+        until = self.stream.slices + self.plan.chance.randint(0, most)
+        while self.stream.slices < until and self.stream.busy:
+            time.sleep(0)
+
+    def learn(self, models, datums, progress) -> dict[str, float]:
+        self._slices(self.plan.slow_update)
+        self.policy.version += 1
+        return {}
+
+    def _client(self) -> Client:
+        return Client(self.policy.version, (lambda: self._slices(self.plan.slow_update)) if self.plan.far else None)
+
+    def next_sampler(self, old, fresh=None) -> Client:
+        return fresh or self._client()
+
+    def end_batch(self, batch, metrics, draws, rollouts, datums) -> None:
+        self.redrawn += metrics["async/redrawn_groups"]
+        versions, problems = [], []
+        for group in rollouts.groups:
+            problems.append(group.problem_index)
+            for index, episode in enumerate(group.trajectories_G):
+                assert len(episode.transitions) == self.plan.turns[group.problem_index][index]
+                for turn in episode.transitions:
+                    labels = turn.ac.versions or [turn.ac.version] * len(turn.ac.tokens)
+                    assert labels == [drawn // CODES for drawn in turn.ac.tokens], "a label names other weights than drew the token"
+                    versions += labels
+        self.batches_seen.append((batch, versions, problems))
+        self.done = batch + 1
+        if self.plan.due(self.done) and self.done < self.plan.steps:
+            self.saved = json.loads(json.dumps(self.saves.state_of_flow()))
+            if self.done in self.plan.kills:
+                self.plan.kills.discard(self.done)
+                raise Killed
+
+    def end(self) -> None:
+        for seeds in self.stream.first_seeds.values():
+            assert len(set(seeds)) == len(seeds), "a group that began again has the random numbers of before"
+
+
+def play(seed: int) -> tuple[Plan, list[tuple[int, list[int], list[int]]], int]:
+    """The plan, its batches from first to last, and how many groups were drawn again."""
+    plan, batches, redrawn = Plan(seed), [], 0
+    loop = Loop(plan)
+    while True:
+        try:
+            train_asynchronous(loop)
+        except Killed:
+            batches, redrawn = batches + loop.batches_seen, redrawn + loop.redrawn
+            loop = Loop(plan, loop.done, loop.saved)
+            continue
+        return plan, batches + loop.batches_seen, redrawn + loop.redrawn
+
+
+def population(seeds: range) -> None:
+    ages, redrawn, killed = set(), 0, 0
+    for seed in seeds:
+        kills = len(Plan(seed).kills)
+        plan, batches, again = play(seed)
+        assert [batch for batch, _, _ in batches] == list(range(plan.steps))
+        assert sorted(problem for _, _, problems in batches for problem in problems) == list(range(plan.size * plan.steps))
+        for batch, versions, problems in batches:
+            assert len(problems) == plan.size
+            assert all(0 <= batch - version <= plan.bound for version in versions), (seed, batch, set(versions), plan.bound)
+            ages |= {batch - version for version in versions}
+        redrawn, killed = redrawn + again, killed + kills
+    assert ages == {0, 1, 2, 3} and redrawn > len(seeds) / 20 and killed > len(seeds) / 10, (ages, redrawn, killed)
+
+
+def test_no_token_is_older_than_the_bound_and_every_label_is_true():
+    population(range(250))
+
+
+@pytest.mark.campaign
+def test_no_token_is_older_than_the_bound_under_four_thousand_schedules():
+    population(range(10_000, 14_000))

@@ -1,0 +1,156 @@
+"""A batch that is trained in parts is the batch at once: ten losses with ten corrections, silent parts among them.
+
+Two clients that begin alike take the same updates, one a part at a time. Rewards, tokens and the sampler's logprobs are made by hand:
+off the policy, in episodes of one or two turns, some of which make two datums of unequal length.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rl import ServiceClient
+from rl.episodes import Trajectory, TrajectoryGroup, Transition
+from rl.methods import Models, Progress
+from rl.methods.grpo import PolicyGradient
+from rl.methods.grpo_settings import GrpoSettings
+from rl.methods.streaming import StreamedStep
+from rl.settings import unflatten
+from rl.types import Datum, ModelInput, SampledSequence
+
+LOSSES = {
+    "ppo-tokens": {"normalise": "tokens"},
+    "ppo-sequences": {"normalise": "sequences", "clip_low": 0.9, "clip_high": 1.05},
+    "ppo-sequence_means": {"normalise": "sequence_means", "advantage": "mean_std"},
+    "ppo-constant": {"normalise": "constant"},
+    "ppo-sum": {"normalise": "sum"},
+    "ppo-entropy": {"entropy_coef": 0.02, "normalise": "sequence_means"},
+    "ppo-to_go": {"step_rewards": "to_go", "reward_discount": 0.9},
+    "importance_sampling": {"loss": "importance_sampling", "advantage": "leave_one_out", "normalise": "sequences"},
+    "cispo": {"loss": "cispo", "clip_low": 0.0, "clip_high": 5.0},
+    "gspo": {"loss": "gspo", "normalise": "sequence_means", "advantage": "none"},
+}
+LOW, BOTH = {"correction_low": 0.7}, {"correction_low": 0.7, "correction_high": 1.4}
+CORRECTIONS = {
+    "none": {},
+    "truncated_is": {"truncated_is": 1.3},
+    "truncate-token": {"correction": "truncate", "correction_high": 1.2},
+    "truncate-sequence": {"correction": "truncate", "correction_level": "sequence"},
+    "truncate-against_the_learner": {"correction": "truncate", "proximal": "learner"},
+    "icepop-token": {"correction": "icepop", **BOTH},
+    "icepop-sequence": {"correction": "icepop", "correction_level": "sequence", **LOW},
+    "mask-token": {"correction": "mask", **BOTH},
+    "mask-sequence": {"correction": "mask", "correction_level": "sequence", **LOW},
+    "mask-geometric": {"correction": "mask", "correction_level": "geometric", "correction_low": 0.9, "correction_high": 1.1},
+}
+OFTEN = {"kl_coef": 0.0, "max_tokens": 6, "group_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-3, "batch_size": 6, "steps": 1}
+PARTS = (2, 4, 6)  # the second part is groups 2 and 3
+
+
+def method_of(loss: str, correction: str) -> PolicyGradient:
+    problems: list[str] = []
+    settings = unflatten(GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test")
+    assert not problems, problems
+    return PolicyGradient(settings)
+
+
+def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGroup]:
+    groups = []
+    for problem in range(PARTS[-1]):
+        members = []
+        for _ in range(3):
+            seen, turns = rng.integers(0, 12, 2).tolist(), []
+            for turn in range(int(rng.integers(1, 3))):
+                tokens = rng.integers(0, 12, int(rng.integers(1, 7))).tolist()
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", temperature=1.0, version=0)
+                reward = 1.0 if problem in silent else float(rng.normal())
+                turns.append(Transition(ModelInput.from_ints(list(seen)), action, reward / (turn + 1), False))
+                # a second turn continues the first, or begins anew and makes a datum of its own
+                seen = [*seen, *tokens, 12] if rng.random() < 0.5 else [int(rng.integers(0, 12))] * 3
+            turns[-1].episode_done = True
+            members.append(Trajectory(turns))
+        final = [2.0 - sum(turn.reward for turn in member.transitions) for member in members] if problem in silent else [0.0] * 3
+        groups.append(TrajectoryGroup(members, final, [{}] * 3, problem_index=problem))
+    return groups
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
+        made = [service.create_full_training_client("tiny:addition-small", seed=1) for _ in range(2)]
+        yield made, made[0].save_state("beginning").result().path
+
+
+@pytest.fixture
+def clients(pair):
+    """Two clients as they began, whatever other tests did with them."""
+    made, path = pair
+    for client in made:
+        client.load_state_with_optimizer(path).result()
+    return made
+
+
+def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
+    datums = [Datum(ModelInput.from_ints(s[:-1]), {"target_tokens": s[1:]}) for s in sequences]
+    return [output["logprobs"].array for output in policy.forward(datums, "cross_entropy").result().loss_fn_outputs]
+
+
+def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
+    """Gives every token a logprob that is a little off the learner's."""
+    turns = [turn for group in groups for member in group.trajectories_G for turn in member.transitions]
+    for turn, lp in zip(turns, scored(policy, [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]), strict=True):
+        own = lp[-len(turn.ac.tokens) :]
+        turn.ac.logprobs = (own + rng.normal(0, 0.25, len(own)) + rng.normal(0, 0.1)).tolist()
+
+
+def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) -> dict[str, float]:
+    """One update of both clients; asserts the same metrics and the same weights (as logprobs). The metrics of the whole batch."""
+    at_once, in_parts = clients
+    groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
+    off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
+    whole, method = Models(at_once), method_of(loss, correction)
+    expected = method.learn(whole, method.credit(groups, whole), progress)
+    step = StreamedStep(method_of(loss, correction), Models(in_parts), progress)
+    for low, high in zip((0, *PARTS[:-1]), PARTS, strict=True):
+        step.add(groups[low:high])
+    metrics = step.finish()
+    probe = np.random.default_rng(0).integers(0, 13, (4, 12)).tolist()
+    for one, other in zip(scored(at_once, probe), scored(in_parts, probe), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, err_msg=f"{loss}, {correction}")
+    assert metrics.pop("optim/minibatches") >= 1 and metrics.keys() == expected.keys()
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=2e-6), (loss, correction)
+    return expected
+
+
+def each_once() -> list[tuple[str, str]]:
+    """Every loss and every correction, twice each."""
+    losses, corrections = list(LOSSES), list(CORRECTIONS)
+    return [(loss, corrections[(i + shift) % 10]) for shift in (0, 3) for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(("loss", "correction"), each_once())
+def test_parts_are_the_whole_batch(clients, loss, correction):
+    metrics = compare(clients, loss, correction, 10, silent={2, 3})
+    assert metrics["optim/grad_norm"] > 1e-3 and "optim/skipped_no_signal" not in metrics
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("loss", "correction"), list(itertools.product(LOSSES, CORRECTIONS)))
+def test_parts_are_the_whole_batch_whichever_groups_are_silent(clients, loss, correction):
+    for seed, silent in enumerate((set(), {0, 1}, {2, 3}, {4, 5}, {0, 1, 2, 3}, {1, 5})):
+        compare(clients, loss, correction, 100 * seed, silent)
+
+
+@pytest.mark.parametrize("loss", ["ppo-tokens", "ppo-sequence_means", "importance_sampling"])
+def test_a_batch_without_signal_moves_nothing(clients, loss):
+    """AdamW remembers the updates before, and would move the weights by them."""
+    compare(clients, loss, "none", 20, silent=set())
+    probe = np.random.default_rng(0).integers(0, 13, (4, 12)).tolist()
+    before = [scored(client, probe) for client in clients]
+    metrics = compare(clients, loss, "none", 30, silent=set(range(6)))
+    assert metrics["optim/skipped_no_signal"] == 1.0 and metrics["optim/tokens"] > 0
+    for client, own in zip(clients, before, strict=True):
+        for now, then in zip(scored(client, probe), own, strict=True):
+            np.testing.assert_array_equal(now, then)
