@@ -6,7 +6,7 @@ from rl.environments.play import EnvironmentGroup, Limits
 from rl.environments.played import played
 from rl.environments.pool import OpponentPool
 from rl.environments.problem import ProblemGroupBuilder, episode_of, prompt_text, reward_meta
-from rl.environments.process import isolated
+from rl.environments.process import isolated, with_isolation
 from rl.environments.registry import (
     EnvironmentSpec,
     environment_from_words,
@@ -46,4 +46,5 @@ __all__ = [
     "settings_table",
     "show_help",
     "tool",
+    "with_isolation",
 ]

@@ -35,6 +35,7 @@ from rl.episodes import EpisodeFailed
 from rl.errors import UserError
 from rl.plain import plain_text, says
 
+ISOLATIONS = ("auto", "thread", "process")  # see with_isolation
 _LARGEST = 1 << 24  # bytes of a reply
 _START_SECONDS = 120.0  # to import the environment's module, which may be heavy
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -174,9 +175,11 @@ def _main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # those ask the run to stop; it ends this by letting go
     channel = socket.socket(fileno=fd)
-    address, settings, path = pickle.loads(_receive(channel)[0])
-    sys.path[:] = path
+    sent = _receive(channel)[0]
     try:
+        path, rest = pickle.loads(sent)
+        sys.path[:] = path
+        address, settings = pickle.loads(rest)  # settings may be of modules that are found by this path alone
         spec = environment_from_address(address, settings)
     except Exception as error:  # boundary: the environment's module
         _send(channel, json.dumps({"raised": says(error, 2000)}).encode())
@@ -236,7 +239,7 @@ class Root:
         none = subprocess.DEVNULL
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=none, stdout=none, stderr=none)
         theirs.close()
-        _send(ours, pickle.dumps((self.spec.address, dict(self.spec.settings), list(sys.path))))
+        _send(ours, pickle.dumps((list(sys.path), pickle.dumps((self.spec.address, dict(self.spec.settings))))))
         ours.settimeout(_START_SECONDS)
         found = _reply(ours, f"the process of environment {self.spec.name}")
         assert found is None
@@ -245,10 +248,31 @@ class Root:
 
 
 def isolated(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same environment, its episodes in processes of their own. UserError for a class that no other process could find."""
+    """The same environment, its episodes in processes of their own. UserError for what no other process could find or read."""
     if spec.address is None:
         raise UserError(f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file")
+    for name, value in spec.settings.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # boundary: any object's own pickling
+            raise UserError(
+                f"the environment {spec.name}: its setting {name!r} cannot be sent to another process, where its episodes run "
+                f"({says(error, 200)}). Give a value that can be pickled, or environment_isolation='thread'"
+            ) from error
     return replace(spec, root=Root(spec))
+
+
+def with_isolation(spec: EnvironmentSpec, how: str) -> EnvironmentSpec:
+    """Return the environment with its episodes where `how` says (one of ISOLATIONS).
+
+    process  each in a process of its own: what dies or hangs there costs that episode, and no module's state outlives one
+    thread   in threads of this process
+    auto     process for an environment that is named by its module or file, thread for built-in ones and classes of the script
+    """
+    if how not in ISOLATIONS:
+        raise UserError(f"environment_isolation is one of {', '.join(ISOLATIONS)}; got {how!r}")
+    by_place = ":" in spec.name and spec.address is not None and not spec.address.startswith("__main__:")
+    return isolated(spec) if how == "process" or (how == "auto" and by_place) else spec
 
 
 def _forked(channel: socket.socket) -> Channel:
