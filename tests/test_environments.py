@@ -592,6 +592,9 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
     assert resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0, environment_isolation="thread").make().judge("") == 1.0
     with pytest.raises(ValueError, match=r"environment_isolation is one of auto, thread, process.*'fork'"):
         resolve(f"{tmp_path}/judged.py:Counting", environment_isolation="fork")
+    once = resolve(f"{tmp_path}/judged.py:Counting")
+    assert resolve_environment(once) is once
+    assert resolve_environment(once, environment_isolation="thread").root is None
     with pytest.raises(ValueError, match="class of this script"):
         resolve(Guess, environment_isolation="process")
 

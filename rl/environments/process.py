@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from rl.episodes import EpisodeFailed
 from rl.errors import UserError
 from rl.plain import plain_text, says
 
-ISOLATIONS = ("auto", "thread", "process")  # see with_isolation
 _LARGEST = 1 << 24  # bytes of a reply
 _START_SECONDS = 120.0  # to import the environment's module, which may be heavy
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -245,34 +243,6 @@ class Root:
         assert found is None
         ours.settimeout(None)
         self._channel = ours
-
-
-def isolated(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same environment, its episodes in processes of their own. UserError for what no other process could find or read."""
-    if spec.address is None:
-        raise UserError(f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file")
-    for name, value in spec.settings.items():
-        try:
-            pickle.dumps(value)
-        except Exception as error:  # boundary: any object's own pickling
-            raise UserError(
-                f"the environment {spec.name}: its setting {name!r} cannot be sent to another process, where its episodes run "
-                f"({says(error, 200)}). Give a value that can be pickled, or environment_isolation='thread'"
-            ) from error
-    return replace(spec, root=Root(spec))
-
-
-def with_isolation(spec: EnvironmentSpec, how: str) -> EnvironmentSpec:
-    """Return the environment with its episodes where `how` says (one of ISOLATIONS).
-
-    process  each in a process of its own: what dies or hangs there costs that episode, and no module's state outlives one
-    thread   in threads of this process
-    auto     process for an environment that is named by its module or file, thread for built-in ones and classes of the script
-    """
-    if how not in ISOLATIONS:
-        raise UserError(f"environment_isolation is one of {', '.join(ISOLATIONS)}; got {how!r}")
-    by_place = ":" in spec.name and spec.address is not None and not spec.address.startswith("__main__:")
-    return isolated(spec) if how == "process" or (how == "auto" and by_place) else spec
 
 
 def _forked(channel: socket.socket) -> Channel:

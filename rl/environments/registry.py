@@ -114,14 +114,8 @@ class EnvironmentSpec:
         return getattr(self.cls(**self.settings), "group", None) if hasattr(self.cls, "group") else None
 
 
-def resolve_environment(spec: str | type | EnvironmentSpec, *, environment_isolation: str = "auto", **settings: Any) -> EnvironmentSpec:
-    """The environment that `spec` names: a registered name, "module:Class", "path/to/file.py:Class", or a class, with its settings.
-
-    A setting that it does not take is an error with the nearest that it does. Values are taken as they are.
-    `environment_isolation`: where its episodes run, as `train.py --environment-isolation` (rl.environments.process.with_isolation).
-    """
-    from rl.environments.process import with_isolation  # which imports this module
-
+def environment_from_values(spec: str | type | EnvironmentSpec, settings: Mapping[str, Any]) -> EnvironmentSpec:
+    """The environment with settings as values, which are taken as they are. See `resolve_environment`."""
     if isinstance(spec, EnvironmentSpec):
         if settings:
             raise UserError(f"the environment {spec.name!r} is resolved and takes no settings, got {sorted(settings)}: pass its name")
@@ -134,14 +128,14 @@ def resolve_environment(spec: str | type | EnvironmentSpec, *, environment_isola
     address = None if isinstance(spec, type) else _address(spec)
     known = settings_table(cls, name)
     if known is None:
-        return with_isolation(_tried(EnvironmentSpec(name, cls, settings, address)), environment_isolation)
+        return _tried(EnvironmentSpec(name, cls, settings, address))
     fields = {item.name: item for item in dataclasses.fields(known)}
     problems = [_unknown(name, key, fields) for key in settings if key not in fields]
     missing = [key for key, item in fields.items() if key not in settings and _required(item)]
     problems += [f"environment {name!r} needs the setting {key!r}: give --environment.{key}" for key in missing]
     if problems:
         raise SettingsError(problems)
-    return with_isolation(_tried(EnvironmentSpec(name, cls, settings, address)), environment_isolation)
+    return _tried(EnvironmentSpec(name, cls, settings, address))
 
 
 def _tried(spec: EnvironmentSpec) -> EnvironmentSpec:
