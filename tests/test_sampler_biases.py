@@ -18,7 +18,7 @@ from rl.types import Datum, ModelInput, SamplingParams
 
 EOS = (1, 2, 3, 5, 8)
 BIAS = {4: 3.5, 1: 2.0, 9: -100.0, 11: 1.25}
-KINDS = {"fast": lambda d, **how: Engine(d, **how), "hf": lambda d, **how: Engine(d, **how), "stepped": lambda d, **how: SteppedEngine(d, **how)}
+KINDS = {"fast": Engine, "hf": Engine, "stepped": SteppedEngine}
 
 
 def sampled(kind, params, samples=12, others=(), decoder=None):
@@ -54,7 +54,9 @@ def expected_logprobs(model, prompt, tokens, params):
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "how", [{"min_p": 0.4}, {"logit_bias": BIAS}, {"min_tokens": 6}, {"min_p": 0.1, "logit_bias": BIAS, "min_tokens": 3}], ids=lambda how: "+".join(how)
+    "how",
+    [{"min_p": 0.4}, {"logit_bias": BIAS}, {"min_tokens": 6}, {"min_p": 0.1, "logit_bias": BIAS, "min_tokens": 3}],
+    ids=lambda how: "+".join(how),
 )
 def test_logprobs_are_of_what_was_drawn_from(kind, how, temperature):
     """And with `untruncated_logprobs` the same tokens have those of the model's own distribution."""
@@ -119,7 +121,8 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
     tokens, logprobs = draw(logits, uniform, row_settings(*columns, vocab=12, device=torch.device("cpu")))
     for row in range(30):
         weights = [math.exp(x / 0.9) for x in logits[row].tolist()]
-        ranked = [i for i in sorted(range(12), key=lambda i: -weights[i]) if weights[i] >= min_p * max(weights)][: top_k if top_k > 0 else None]
+        ranked = [i for i in sorted(range(12), key=lambda i: -weights[i]) if weights[i] >= min_p * max(weights)]
+        ranked = ranked[: top_k if top_k > 0 else None]
         total, kept, before = sum(weights[i] for i in ranked), [], 0.0
         for i in ranked:
             if not kept or before < top_p:
@@ -130,7 +133,7 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
         assert logprobs[row] == pytest.approx(math.log(weights[tokens[row]] / cumulative[-1]), abs=1e-5)
 
 
-@pytest.mark.parametrize("how", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"top_k": 2}], ids=lambda how: next(iter(how)))
+@pytest.mark.parametrize("how", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"top_k": 2}], ids=str)
 def test_training_on_such_samples_is_refused(how, tmp_path):
     """As on those of top_k and top_p. `ignore_eos` changes no probability, and is trained on."""
     with ServiceClient(output_dir=tmp_path) as service:
@@ -139,7 +142,8 @@ def test_training_on_such_samples_is_refused(how, tmp_path):
             sampler = client.save_weights_and_get_sampling_client()
             sequence = sampler.sample(ModelInput.from_ints([3, 4]), 1, params).result().sequences[0]
             tokens = [3, 4, *sequence.tokens]
-            inputs = {"target_tokens": tokens[1:], "logprobs": [0.0, *sequence.logprobs], "advantages": [0.0] + [1.0] * len(sequence.tokens)}
+            advantages = [0.0] + [1.0] * len(sequence.tokens)
+            inputs = {"target_tokens": tokens[1:], "logprobs": [0.0, *sequence.logprobs], "advantages": advantages}
             datum = Datum(ModelInput.from_ints(tokens[:-1]), inputs)
             if refused:
                 with pytest.raises(ValueError, match="min_p, logit_bias or min_tokens"):
