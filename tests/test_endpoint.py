@@ -338,7 +338,8 @@ def test_no_body_makes_the_server_stumble(tiny):
         CHAT: ["messages", "model", "tools", "tool_choice", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs",
                "stream_options", "temperature", "top_p", "top_k", "max_tokens", "return_token_ids", "min_p", "logit_bias",
                "min_tokens", "ignore_eos", "chat_template_kwargs"],
-        TEXT: ["prompt", "model", "n", "stop", "logprobs", "echo", "max_tokens", "best_of", "min_p", "logit_bias", "min_tokens", "ignore_eos"],
+        TEXT: ["prompt", "model", "n", "stop", "logprobs", "echo", "max_tokens", "best_of", "min_p", "logit_bias", "min_tokens",
+               "ignore_eos"],
         IDS: ["token_ids", "sampling_params", "model"],
     }  # fmt: skip
     bodies = [(path, json.dumps({**FINE[path], field: value})) for path, names in fields.items() for field in names for value in values]

@@ -67,5 +67,5 @@ class Sampled:
         if self._truncated and not self._untruncated:
             raise ValueError(
                 "all samples of these weights were drawn with top_k, top_p, min_p, logit_bias or min_tokens, whose logprobs are not those "
-                "of the distribution that is trained: sample training data with top_k=-1, top_p=1 and none of the others"
+                "of the distribution that is trained: sample training data with top_k=-1 and top_p=1, and without the others"
             )
