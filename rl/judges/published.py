@@ -22,7 +22,7 @@ class PublishedRewardModel:
     """A classifier with one output: an episode's score is its logit for the conversation with the last answer at its end.
 
     The conversation is rendered from its messages with the model's own tokenizer and chat template. An answer that was cut off is
-    rendered like any other, since a template knows no such answers; `overlong_penalty` and the like price that.
+    rendered like any other, since a template knows no such answers; `cut_off_penalty` prices that.
     """
 
     scores_alone = True
