@@ -6,7 +6,7 @@ from rl.judges.learned import ComparedInGroup, LearnedRewards, RewardModel, judg
 from rl.judges.published import PublishedRewardModel, WeightedRewardModels
 from rl.judges.reward_scores import scores_of
 from rl.judges.rubric import Question, Rubric, RubricJudge
-from rl.judges.scoring import BaseScorer, FrozenScorer, TokenScorer, check_vocabulary, full_input, full_tokens
+from rl.judges.scoring import BaseScorer, FrozenScorer, TokenScorer, check_vocabulary, full_input, full_tokens, shares_vocabulary
 
 __all__ = [
     "verdict_examples",
@@ -30,6 +30,7 @@ __all__ = [
     "full_tokens",
     "judged",
     "scores_of",
+    "shares_vocabulary",
     "swapped",
     "with_episode_rewards",
 ]

@@ -23,7 +23,7 @@ from rl.judges import (
     RubricJudge,
     TokenScorer,
     WeightedRewardModels,
-    check_vocabulary,
+    shares_vocabulary,
 )
 from rl.models import PARTS, classifier_config, is_adapter
 from rl.ranks import checkpoint
@@ -129,8 +129,8 @@ class StageHosts:
                 "--comparison-model"
             )
         client = self.service.create_training_client_from_state(str(path))
-        check_vocabulary(self.policy, client, f"reward model {target}")
-        return RewardModel(client, target, make_renderer(client, *self.renderer_of(target)))
+        same = shares_vocabulary(self.policy, client, f"reward model {target}")
+        return RewardModel(client, target, make_renderer(client, *self.renderer_of(target)), shares_vocabulary=same)
 
     def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
         """The renderer (None: the default) and template settings that a stage was trained with, so that its model reads what it learnt."""

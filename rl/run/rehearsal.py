@@ -146,7 +146,7 @@ class _Hosts:
         return {}
 
     def _check_reward_model(self, target: str) -> None:
-        from rl.judges import check_vocabulary
+        from rl.judges import shares_vocabulary
 
         names = [stage.name for stage in self.stages[: self.index]]
         if target in names:
@@ -160,7 +160,7 @@ class _Hosts:
         elif is_published(open_weights(target)):
             classifier_tokenizer(target)
             return
-        check_vocabulary(self.policy, self.load(target), f"reward model {target}")
+        shares_vocabulary(self.policy, self.load(target), f"reward model {target}")
 
     def critic(self, base_model: str) -> TrainingClient:
         if base_model == "policy":
