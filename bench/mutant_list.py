@@ -210,7 +210,7 @@ MUTANTS = [
       "architectures"),
     M("rl/learner/learner.py", "            self.drop_gradients()\n            raise FloatingPointError(", "            raise FloatingPointError(",
       "outside: gradients stay after a loss that is not finite", "not_finite learner"),
-    M("rl/learner/sampled.py", "truncated = one.top_k != -1 or one.top_p < 1", "truncated = one.top_k != -1",
+    M("rl/types/sampling.py", "return self.top_k != -1 or self.top_p < 1 or", "return self.top_k != -1 or",
       "outside: samples of top-p count as whole", "temperatures clients"),
     # sampler
     M("rl/sampler/lengths.py", "return None if self.beyond and prompt > self.at else self.at",

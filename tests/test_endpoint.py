@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -209,7 +210,22 @@ REFUSED = [
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
-    (CHAT, {"logit_bias": {"5": 3}}, "logit_bias"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    (CHAT, {"guided_json": {}}, "guided_json"),
+    (CHAT, {"logit_bias": {"a": 3}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"5": True}}, "logit_bias"),
+    (CHAT, {"logit_bias": [5]}, "logit_bias"),
+    (TEXT, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    (CHAT, {"min_p": 1.5}, "min_p"),
+    (TEXT, {"min_p": "a"}, "min_p"),
+    (CHAT, {"min_tokens": 2}, "min_tokens"),
+    (TEXT, {"max_tokens": 3, "min_tokens": 1, "stop": "x"}, "min_tokens"),
+    (CHAT, {"ignore_eos": True}, "ignore_eos"),
+    (TEXT, {"ignore_eos": 1}, "ignore_eos"),
+    (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    (TEXT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"temperature": "hot"}, "temperature"),
@@ -231,7 +247,7 @@ REFUSED = [
     (TEXT, {"logprobs": 99}, "logprobs"),
     (IDS, {"token_ids": "abc"}, "token_ids"),
     (IDS, {"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
-    (IDS, {"sampling_params": {"min_tokens": 1}}, "sampling_params.min_tokens"),
+    (IDS, {"sampling_params": {"min_tokens": -1}}, "sampling_params.min_tokens"),
 ]  # fmt: skip
 
 
@@ -244,8 +260,72 @@ def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
     assert named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.desk.asked) == before
 
 
+REASONS = {
+    "response_format": {"type": "json_object"}, "guided_regex": "a*", "structured_outputs": {"json": {}}, "tool_choice": "required",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", REASONS)
+def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(tiny, field):
+    body = {**FINE[CHAT], "tools": TOOLS, field: REASONS[field]}
+    message = tiny.http.post(CHAT, json=body).json()["error"]["message"]
+    assert field in message and "not constrained to a grammar" in message and "in the messages" in message
+
+
+HOW = {"min_p": {"min_p": 0.3}, "bias": {"logit_bias": {"5": 6.5, "7": -100}}, "least": {"min_tokens": 6}, "on": {"ignore_eos": True}}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
+    """On every route that takes it; logprobs are of the whole distribution, before biases and cuts."""
+    body, prompt = HOW[how], [5, 9, 6]
+    same = {"n": 4, "seed": 3, "max_tokens": 8, "temperature": 0.8, **body}
+    params = {name: value for name, value in body.items() if name != "logit_bias"}
+    params |= {"logit_bias": {int(token): value for token, value in body["logit_bias"].items()}} if "logit_bias" in body else {}
+    usual = SamplingParams(max_tokens=8, temperature=0.8, seed=3, untruncated_logprobs=True)
+    start, client = ModelInput.from_ints(prompt), tiny.desk.client
+    own, plain = (client.sample(start, 4, one).result().sequences for one in (replace(usual, **params), usual))
+    text = tiny.http.post(TEXT, json={"prompt": prompt, "return_token_ids": True, "logprobs": 0, **same}).json()
+    ids = tiny.http.post(IDS, json={"token_ids": prompt, "sampling_params": same}).json()
+    for said in (text, ids):
+        assert [choice["token_ids"] for choice in said["choices"]] == [sequence.tokens for sequence in own]
+    whole = client.compute_logprobs_many([ModelInput.from_ints([*prompt, *one.tokens]) for one in own], 0.8).result()
+    for choice, values in zip(text["choices"], whole, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(values[len(prompt) :], abs=1e-4)
+    if how in ("min_p", "bias"):
+        assert [one.tokens for one in own] != [one.tokens for one in plain]
+    elif how == "least":
+        assert all(1 not in one.tokens[:6] for one in own)
+
+
+def test_a_chat_takes_them_too(tiny):
+    how = {"min_p": 0.2, "min_tokens": 4}
+    body = {**how, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True, "logprobs": True}
+    said = chat(tiny, **body)
+    params = SamplingParams(max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how)
+    (own,) = tiny.desk.client.sample(tiny.desk._renderer.build_generation_prompt(ASK), 1, params).result().sequences
+    (choice,) = said["choices"]
+    assert choice["token_ids"] == own.tokens and [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
+
+
+def test_chat_template_kwargs_reach_the_template(scripted):
+    """What is read is what transformers' own template makes of them; a setting that the template has not is refused by name."""
+    endpoint = scripted(lambda *_: "hm")
+    tokenizer = endpoint.desk._renderer.tokenizer
+    for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        said = chat(endpoint, chat_template_kwargs=settings, return_token_ids=True)
+        own = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False, **settings)
+        assert said["prompt_token_ids"] == own
+    reply = endpoint.http.post(CHAT, json={"messages": ASK, "chat_template_kwargs": {"enable_thinkng": False}})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "chat_template_kwargs" and "has no setting 'enable_thinkng'" in error["message"]
+    for name in ("messages", "add_generation_prompt"):
+        assert endpoint.http.post(CHAT, json={"messages": ASK, "chat_template_kwargs": {name: 1}}).status_code == 400
+
+
 def test_what_asks_for_nothing_is_taken(tiny):
-    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me",
+    neutral = {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "chat_template_kwargs": {}, "frequency_penalty": 0,
+               "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me",
                "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "stop": None, "tools": [], "seed": 3}  # fmt: skip
     assert chat(tiny, max_tokens=2, **neutral)["choices"]
 
@@ -256,8 +336,10 @@ def test_no_body_makes_the_server_stumble(tiny):
     values = [None, True, -1, 0, 1e308, 2**70, math.pi, "", "x", "\ud800", [], [[]], {}, {"a": 1}, [1, "a"], [{"role": "user"}]]
     fields = {
         CHAT: ["messages", "model", "tools", "tool_choice", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs",
-               "stream_options", "temperature", "top_p", "top_k", "max_tokens", "return_token_ids"],
-        TEXT: ["prompt", "model", "n", "stop", "logprobs", "echo", "max_tokens", "best_of"],
+               "stream_options", "temperature", "top_p", "top_k", "max_tokens", "return_token_ids", "min_p", "logit_bias",
+               "min_tokens", "ignore_eos", "chat_template_kwargs"],
+        TEXT: ["prompt", "model", "n", "stop", "logprobs", "echo", "max_tokens", "best_of", "min_p", "logit_bias", "min_tokens",
+               "ignore_eos"],
         IDS: ["token_ids", "sampling_params", "model"],
     }  # fmt: skip
     bodies = [(path, json.dumps({**FINE[path], field: value})) for path, names in fields.items() for field in names for value in values]

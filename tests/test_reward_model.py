@@ -390,6 +390,13 @@ def test_the_value_head_of_a_policy_is_no_reward_model(tmp_path):
         train(f"rlhf {small} --reward-model {tmp_path / 'ppo'}", tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_a_reward_model_of_another_vocabulary_scores_the_policy(tmp_path):
+    train("reward_model --base-model tiny:ascii --steps 1 --batch-size 4 --learning-rate 1e-2 --eval-every 0", tmp_path / "rm")
+    (row,) = train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {tmp_path / 'rm'}", tmp_path / "run")
+    assert row["env/all/reward/std"] > 0
+
+
 def test_a_comparing_judge_rewards_groups(tmp_path):
     """tiny:ascii judges itself, untrained: its rewards are shares of wins, whose mean is one half."""
     words = "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 --max-tokens 2 --reward None"

@@ -172,6 +172,20 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
     assert comparison_messages(Comparison(parts, "4", "5")) == comparison_messages(Comparison(problem.messages, "4", "5"))
 
 
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # noqa: F811
+    """As the reward model's own training data reads, whatever the policy's ids mean to it; without messages, the prompt's text."""
+    theirs, own = get_renderer("role_colon", tokenizers("gpt2")), get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False)
+    problem = Problem([{"role": "user", "content": "2+2?"}], response="It is 4.", rejected="5")
+    group = sampled(theirs, problem, " It is 4.", [min(theirs.ends)])
+    if not logs:
+        turn = group.trajectories_G[0].transitions[-1]
+        turn.logs = {"prompt": "2+2?", "response": turn.logs["response"]}
+    reader = Reader()
+    RewardModel(reader, "rm", own, shares_vocabulary=False).scores([group])
+    assert reader.read == [scored_pair(problem, own)[0].model_input.to_ints()]
+
+
 def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(monkeypatch):
     """By the settings of the stage that made them, whether it is of this run or of another."""
     asked = []

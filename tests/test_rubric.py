@@ -18,7 +18,8 @@ from rl.methods import METHODS
 from rl.rewards import Score
 from rl.run.hosts import make_renderer
 from rl.settings.cli import parse
-from rl.settings.tables import LearnedRewardSettings, RunSettings
+from rl.settings.judge_tables import LearnedRewardSettings
+from rl.settings.tables import RunSettings
 
 POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 

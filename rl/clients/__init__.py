@@ -1,5 +1,6 @@
 """Tinker's verbs: service, training and sampling clients, the driver, and the worker that every rank runs."""
 
+from rl.clients.classifier import ClassifierClient
 from rl.clients.config import LoRAConfig, TrainingConfig, names_nearest
 from rl.clients.custom_loss import LossHandle, PerDatumLossFn
 from rl.clients.futures import APIFuture
@@ -15,6 +16,7 @@ from rl.clients.training import TrainingClient
 
 __all__ = [
     "APIFuture",
+    "ClassifierClient",
     "LoRAConfig",
     "LossHandle",
     "PerDatumLossFn",

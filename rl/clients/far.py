@@ -191,7 +191,7 @@ class Far:
             return
         new, known = [], self._noted.setdefault(version_id, set())
         for one in params:
-            how = (one.temperature, one.top_k != -1 or one.top_p < 1)
+            how = (one.temperature, one.reshapes)
             if how not in known:
                 known.add(how)
                 new.append(one)

@@ -161,6 +161,9 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
             raise BadRequestError(f"a prompt of {len(tokens)} tokens and max_tokens={wanted} exceed the model's context of {limit}")
         if limit is None and wanted is None:
             raise BadRequestError("max_tokens=None goes up to the context's end, and this model has no limit: give max_tokens")
+        outside = [token for token in params.logit_bias or () if token >= vocabulary]
+        if outside:
+            raise BadRequestError(f"logit_bias names the token {outside[0]}, and the model's ids are 0 to {vocabulary - 1}")
         whole("topk_prompt_logprobs", topk_prompt_logprobs, f"a whole number from 0 to {vocabulary}", least=0, most=vocabulary)
         stop = [params.stop] if isinstance(params.stop, (str, int)) else list(params.stop or ())
         if any(isinstance(one, str) for one in stop) and info["tokenizer"] is None:

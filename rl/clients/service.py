@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rl import types
 from rl.clients.async_spellings import AsyncService
+from rl.clients.classifier import ClassifierClient
 from rl.clients.config import TrainingConfig
 from rl.clients.context import ServiceContext, check_words
 from rl.clients.crew import serve
@@ -240,6 +241,10 @@ class ServiceClient(AsyncService):
         `tokenizer`, `seed` (extensions): of a base model, as in `create_full_training_client`.
         """
         return SamplingClient.of_weights(self._context, model_path, base_model, tokenizer, seed)
+
+    def create_classifier_client(self, base_model: str) -> ClassifierClient:
+        """An extension: a published reward model (a folder or a hub name of a `...ForSequenceClassification` with one output)."""
+        return ClassifierClient(self._context, _name(base_model))
 
     # --------------------------------------------------------------------------------------------------------- the rest
 

@@ -19,14 +19,14 @@ from rl.clients.bases import Key
 from rl.clients.drawing import Drawing
 from rl.clients.drawn import as_drawn, mean_temperature
 from rl.clients.landing import Staged
-from rl.clients.parts import merged, summed
+from rl.clients.parts import merged, share, summed
 from rl.clients.proof import Seen, look, look_at_learner
 from rl.clients.settings import WorkerSettings
 from rl.clients.versions import SamplerVersion
 from rl.errors import remark
 from rl.learner import Learner, ModelSpec, check_kind, chosen, reads_in_parts, saving
 from rl.losses import LossSpec, get_loss
-from rl.models import add_lora, add_value_head, load_unread, set_alpha
+from rl.models import Classifier, add_lora, add_value_head, classify, load_classifier, load_unread, set_alpha
 from rl.ranks import asks_for_fsdp, distributed
 from rl.sampler import Decoder, make_decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
@@ -39,6 +39,7 @@ class Worker(Drawing):
         super().__init__(settings, objects)
         self.specs: dict[int, ModelSpec] = {}
         self.stands_on: dict[int, Key] = {}
+        self.classifiers: dict[int, Classifier] = {}
         self.latest: dict[int, Decoder] = {}  # per learner: the decoder whose frozen base later versions share
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
@@ -49,6 +50,8 @@ class Worker(Drawing):
                 return merged([outputs for outputs, _, _ in parts]), metrics
             case "forward_backward_part":
                 return {i: one for outputs, *_ in parts for i, one in outputs.items()}, summed([part[1] for part in parts]), *parts[0][2:]
+            case "classify":
+                return merged(parts)
             case "prove":
                 return Seen.together(parts)
             case "prove_learner":
@@ -87,12 +90,31 @@ class Worker(Drawing):
         bf16 = self.sampler_dtype == torch.bfloat16
         return chosen(spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed)
 
+    def load_classifier(self, model_id: int, name: str) -> dict[str, Any]:
+        """Load a published reward model, whole on every rank. Return what is known of it."""
+        self.kept.forget()
+        with distributed.all_or_none(self.accelerator.device):
+            classifier = load_classifier(name, self.sampler_dtype)
+            classifier.model.to(self.accelerator.device)
+        self.classifiers[model_id] = classifier
+        parameters = sum(p.numel() for p in classifier.model.parameters())
+        known = {"tokenizer": classifier.tokenizer, "max_context": classifier.max_context, "parameters": parameters}
+        return {"base_model": name, "arch": classifier.model.config.model_type, **known}
+
+    def classify(self, model_id: int, inputs: Sequence[Sequence[int]]) -> dict[int, float]:
+        """Return the scores of this rank's share of the inputs by index. Merged: all of them in order."""
+        mine = share([len(tokens) for tokens in inputs])
+        with self.kept.aside():
+            scores = classify(self.classifiers[model_id], [inputs[i] for i in mine], self.settings.learner.token_budget)
+        return dict(zip(mine, scores, strict=True))
+
     def forget_all(self) -> None:
         super().forget_all()
-        for model_id in list(self.learners):
+        for model_id in [*self.learners, *self.classifiers]:
             self.forget_model(model_id)
 
     def forget_model(self, model_id: int) -> None:
+        self.classifiers.pop(model_id, None)
         learner = self.learners.pop(model_id, None)
         if learner is not None:  # None where its creation failed
             learner.release()

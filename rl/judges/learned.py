@@ -38,12 +38,13 @@ class RewardModel:
     """A model with a value head: an episode's score is the value at its answer's end mark; of one cut off, at its last token.
 
     `renderer`: what it was trained with. An answer is read as `renderer.judged` gives it, token for token as in training.
+    `shares_vocabulary`: whether the policy's token ids mean the same to it; else it reads texts alone.
     """
 
     scores_alone = True
 
-    def __init__(self, client: TrainingClient, name: str, renderer: Renderer):
-        self.client, self.name, self.renderer = client, name, renderer
+    def __init__(self, client: TrainingClient, name: str, renderer: Renderer, *, shares_vocabulary: bool = True):
+        self.client, self.name, self.renderer, self.shares_vocabulary = client, name, renderer, shares_vocabulary
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         whole = [one for group in groups for one in self._read(group)]
@@ -63,26 +64,29 @@ class RewardModel:
     def _read(self, group: TrajectoryGroup) -> list[ModelInput]:
         """What it reads of each episode: all that was read and said, where the policy's prompt is what it would see itself.
 
-        Of a policy with another renderer it reads the conversation and the answer's text in its own.
+        Of a policy with another renderer or vocabulary it reads the conversation and the answer's text in its own.
         """
         found: list[ModelInput] = []
         prompts: dict[int, ModelInput] = {}  # by conversation, which a group's episodes share
+        told: list[Sequence[Message]] = []  # alive, so that no two have one id
         for trajectory in group.trajectories_G:
             last = trajectory.transitions[-1]
             prompt, answer = last.ob, last.ac.tokens
-            if (messages := last.logs.get("messages")) is not None:
+            messages = last.logs.get("messages") if self.shares_vocabulary else _asked(last.logs)
+            if messages is not None:
+                told.append(messages)
                 if id(messages) not in prompts:
                     prompts[id(messages)] = self.renderer.build_generation_prompt(messages)
                 own = prompts[id(messages)]
-                if (prompt.flat(), prompt.placed()) != (own.flat(), own.placed()):
-                    prompt, answer = own, self._said(last.logs, last.ac.stop_reason == "stop")
+                if not self.shares_vocabulary or (prompt.flat(), prompt.placed()) != (own.flat(), own.placed()):
+                    prompt, answer = own, self._said(messages, str(last.logs["response"]), last.ac.stop_reason == "stop")
             found.append(ModelInput.of(self.renderer.judged(prompt.flat(), answer).flat(), prompt.placed()))
         return found
 
-    def _said(self, logs: Mapping[str, Any], ended: bool) -> list[int]:
+    def _said(self, messages: Sequence[Message], response: str, ended: bool) -> list[int]:
         """The text of an answer in this model's own tokens; without the end mark where it was cut off."""
-        message = {"role": "assistant", "content": str(logs["response"])}
-        example, weights = self.renderer.build_supervised_example([*logs["messages"], message])
+        message = {"role": "assistant", "content": response}
+        example, weights = self.renderer.build_supervised_example([*messages, message])
         answer = [token for token, weight in zip(example.flat(), weights, strict=True) if weight]
         return answer if ended else self.renderer.unfinished(answer)
 

@@ -86,6 +86,15 @@ def check_vocabulary(student: TrainingClient, other: SamplingClient | TrainingCl
         raise UserError(f"the {name} has another vocabulary than the policy: {difference}. Choose one of the policy's family")
 
 
+def shares_vocabulary(student: TrainingClient, other: SamplingClient | TrainingClient, name: str) -> bool:
+    """Return whether both give every token the same id. Raises UserError if a tokenizer is missing and the sizes differ."""
+    tokenizers = student.info["tokenizer"], other.info["tokenizer"]
+    if tokenizers[0] is None or tokenizers[1] is None:
+        check_vocabulary(student, other, name)
+        return True
+    return not vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
+
+
 def vocabulary_difference(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:
     """In words, which tokens differ; "" where none does."""
     mine, theirs = (dict(sorted(vocabulary.items(), key=lambda item: item[1])) for vocabulary in (mine, theirs))

@@ -32,8 +32,7 @@ class Sampled:
                     self._version = version
                 if one.temperature not in self.temperatures:
                     self.temperatures.append(one.temperature)
-                truncated = one.top_k != -1 or one.top_p < 1
-                self._truncated, self._untruncated = self._truncated or truncated, self._untruncated or not truncated
+                self._truncated, self._untruncated = self._truncated or one.reshapes, self._untruncated or not one.reshapes
 
     def state(self) -> dict[str, Any]:
         """What is known of the samples, for a checkpoint: who goes on from it scores as if nothing had come between."""
@@ -60,13 +59,13 @@ class Sampled:
         return self.temperatures[0] if self.temperatures else 1.0
 
     def refuse_truncated(self) -> None:
-        """Raises ValueError where every sample of this version was drawn with top-k or top-p.
+        """Raises ValueError where every sample of this version was drawn with top-k, top-p, min-p, a logit bias or min_tokens.
 
-        Their logprobs are of the renormalised, truncated distribution, the learner's of the whole one: ratios would be
+        Their logprobs are of the renormalised, truncated or biased distribution, the learner's of the whole one: ratios would be
         wrong at every token, by a factor that no clip is meant for.
         """
         if self._truncated and not self._untruncated:
             raise ValueError(
-                "all samples of these weights were drawn with top_k or top_p, whose logprobs are not those of the distribution "
-                "that is trained: sample training data with top_k=-1 and top_p=1"
+                "all samples of these weights were drawn with top_k, top_p, min_p, logit_bias or min_tokens, whose logprobs are not those "
+                "of the distribution that is trained: sample training data with top_k=-1 and top_p=1, and without the others"
             )

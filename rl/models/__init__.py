@@ -2,6 +2,7 @@
 
 from rl.models import info
 from rl.models.adapters import adapter_base, found_base, is_adapter, made_from, merge, read_adapter, root_of
+from rl.models.classifiers import Classifier, classifier_config, classifier_size, classifier_tokenizer, classify, load_classifier
 from rl.models.load import (
     LoadedModel,
     add_value_head,
@@ -28,6 +29,12 @@ from rl.models.unread import load_unread, may_stay_unread
 from rl.models.whole_weights import check_tensors, check_whole_folder, load_whole_adapter, readable, weights_to_write
 
 __all__ = [
+    "Classifier",
+    "classifier_config",
+    "classifier_size",
+    "classifier_tokenizer",
+    "classify",
+    "load_classifier",
     "adapter_base",
     "found_base",
     "made_from",

@@ -11,6 +11,7 @@ from rl.renderers.base import Renderer, TrainOn, content_text, texts
 from rl.renderers.begun import opens_thoughts, shown
 from rl.renderers.begun_calls import certain_text
 from rl.renderers.chat_template import ChatTemplateRenderer
+from rl.renderers.conversation import ConversationRenderer
 from rl.renderers.ends import note_ends
 from rl.renderers.family_templates import with_family_template
 from rl.renderers.parsing import broken_call, split_thoughts, with_calls
@@ -18,6 +19,7 @@ from rl.renderers.stops import StopsAt
 from rl.renderers.text import PlainRenderer, RoleColonRenderer
 
 __all__ = [
+    "ConversationRenderer",
     "ChatTemplateRenderer",
     "PlainRenderer",
     "RENDERER_NAMES",

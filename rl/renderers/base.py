@@ -102,6 +102,12 @@ class Renderer(ABC):
         """
         raise UserError(f"{type(self).__name__} cannot render tools")
 
+    def with_settings(self, settings: Mapping[str, Any]) -> Renderer:
+        """Return this renderer with settings of its chat template (enable_thinking=False). Raises UserError for one it has not."""
+        if not settings:
+            return self
+        raise UserError(f"the renderer of this model uses no chat template, so it takes no settings; got {sorted(settings)}")
+
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
         """An answer's tokens without its end mark, as of one that was cut off there."""
         return self._until_end(tokens)[0]

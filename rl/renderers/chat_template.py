@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,8 @@ _CALL_MARK = "<|call|>"  # what ends a call where messages have channels
 _PROBE = "zqPROBEqz"  # a content that no template writes by itself
 _NEXT = "zqNEXTqz"
 _WRITES_ITS_OWN = ("assistant", "tool", "ipython", "function")  # roles whose contents templates may take apart or quote
+# names that a template reads and that are no settings of a request
+_NO_SETTINGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "role", "content"}
 
 
 class ChatTemplateRenderer(Renderer):
@@ -178,6 +181,17 @@ class ChatTemplateRenderer(Renderer):
             )
         made = ChatTemplateRenderer(self.tokenizer, self.ends, **{**self.template_settings, "tools": list(tools)})
         made.shield = self.shield  # an equal one, whose second tokenizer takes a second to make, for each group of episodes with tools
+        return made
+
+    def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplateRenderer:
+        if not settings:
+            return self
+        for name in settings:
+            if name in _NO_SETTINGS or not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
+                model = self.tokenizer.name_or_path
+                raise UserError(f"the chat template of {model!r} has no setting {name!r}, so it would change nothing: leave it out")
+        made = ChatTemplateRenderer(self.tokenizer, self.ends, **{**self.template_settings, **settings})
+        made.shield = self.shield
         return made
 
     def _covered(self, messages: Sequence[Message]) -> list[Message]:

@@ -65,3 +65,6 @@ class StopsAt(Renderer):
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
         return StopsAt(self.inner.with_tools(tools), self.stops)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Renderer:
+        return StopsAt(self.inner.with_settings(settings), self.stops)

@@ -17,17 +17,19 @@ from rl.judges import (
     ComparisonModel,
     FrozenScorer,
     LearnedRewards,
+    PublishedRewardModel,
     RewardModel,
     Rubric,
     RubricJudge,
     TokenScorer,
-    check_vocabulary,
+    WeightedRewardModels,
+    shares_vocabulary,
 )
-from rl.models import PARTS, is_adapter
+from rl.models import PARTS, classifier_config, is_adapter
 from rl.ranks import checkpoint
 from rl.renderers import Renderer, StopsAt, get_renderer
 from rl.run.origins import origin_of, weights_folder
-from rl.run.reopen import open_weights
+from rl.run.reopen import Weights, open_weights
 from rl.seeds import derive_seed
 from rl.settings import LearnedRewardSettings, ModelSettings
 
@@ -104,26 +106,31 @@ class StageHosts:
             named, template = self.renderer_of(learned.rubric_model)
             renderer = make_renderer(judge, learned.rubric_renderer or named, () if learned.rubric_renderer else template)
             scorer = RubricJudge(judge, renderer, rubric_of(learned), derive_seed(self.seed, "rubric"))
+        elif learned.reward_models:
+            scorer = WeightedRewardModels([(name, self._reward_model(name), weight) for name, weight in learned.reward_models])
         elif learned.reward_model is not None:
             scorer = self._reward_model(learned.reward_model)
         else:
             return {}
         return {"rewards": LearnedRewards(scorer, learned.other_reward_weight)}
 
-    def _reward_model(self, target: str) -> RewardModel:
+    def _reward_model(self, target: str) -> RewardModel | PublishedRewardModel:
         found = None if target in self.earlier else open_weights(target)
+        if found is not None and is_published(found):
+            return PublishedRewardModel(self.service.create_classifier_client(target), target)
         if found is not None and found.stage is not None and found.stage.method != "reward_model":
             made = found.stage.method
             raise UserError(f"{target} is no reward model: {made} trained it, whose value head foretells its own policy's rewards")
         path = Path(self.earlier[target]) if found is None else found.path
         if path is None or not (path / "state.json").is_file() or not checkpoint.read_state(path)["spec"].get("value_head"):
             raise UserError(
-                f"{target} is no reward model: it was saved without a value head. Train one with train.py reward_model; a language "
-                "model can judge as well, with --comparison-model"
+                f"{target} is no reward model: it is no ...ForSequenceClassification with one output, and has no value head that "
+                "train.py reward_model trained. Train one so, or take a published one; a language model can judge as well, with "
+                "--comparison-model"
             )
         client = self.service.create_training_client_from_state(str(path))
-        check_vocabulary(self.policy, client, f"reward model {target}")
-        return RewardModel(client, target, make_renderer(client, *self.renderer_of(target)))
+        same = shares_vocabulary(self.policy, client, f"reward model {target}")
+        return RewardModel(client, target, make_renderer(client, *self.renderer_of(target)), shares_vocabulary=same)
 
     def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
         """The renderer (None: the default) and template settings that a stage was trained with, so that its model reads what it learnt."""
@@ -136,6 +143,13 @@ class StageHosts:
         if base_model == "policy":
             return make_policy(self.service, self.model, self.previous, None, self.seed, value_head=True)
         return make_policy(self.service, replace(self.model, base_model=weights_folder(base_model)), None, None, self.seed, value_head=True)
+
+
+def is_published(weights: Weights) -> bool:
+    """Return whether these are a published reward model: not of a run here, and a sequence classifier. Raises UserError as it does."""
+    if weights.path is not None and (weights.path / "state.json").is_file():
+        return False
+    return classifier_config(weights.name if weights.path is None else str(weights.path)) is not None
 
 
 def rubric_of(learned: LearnedRewardSettings) -> Rubric:

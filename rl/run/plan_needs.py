@@ -32,7 +32,7 @@ from rl.memory import (
     staged,
 )
 from rl.methods import METHODS
-from rl.models import PARTS, may_stay_unread, root_of
+from rl.models import PARTS, classifier_size, may_stay_unread, root_of
 from rl.ranks import asks_for_fsdp, check_apart_from_roles, check_divides, zero_settings
 from rl.run.beginnings import begins_after
 from rl.run.origins import goes_on, origin_of
@@ -193,14 +193,18 @@ def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
 
     A reward model is read as a learner is, which no team splits.
     """
-    reads_whole = getattr(getattr(settings, "learned", None), "reward_model", None)
+    learned = getattr(settings, "learned", None)
+    read_whole = {name for name, _ in learned.scoring} if learned is not None else set()
     shapes = []
     for target in METHODS[method].other_weights(settings):
         folder = Path(target).expanduser()
         named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
+        if named and target in read_whole and (size := classifier_size(target)) is not None:
+            shapes.append(replace(policy, name=target, parameters=size, adapters=0, unsplit=size, unsplit_adapters=0, fast=False))
+            continue
         shape = TRACES.shape((target, settings.model.tokenizer, None)) if named else policy
         whole = replace(shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters)
-        shapes.append(whole if target == reads_whole else shape)
+        shapes.append(whole if target in read_whole else shape)
     return shapes
 
 

@@ -18,9 +18,20 @@ from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
 from rl.learner import saving
 from rl.methods import METHODS
-from rl.models import PARTS, add_lora, check_model_folder, check_whole_folder, is_adapter, load_skeleton, load_tokenizer, made_from, root_of
+from rl.models import (
+    PARTS,
+    add_lora,
+    check_model_folder,
+    check_whole_folder,
+    classifier_tokenizer,
+    is_adapter,
+    load_skeleton,
+    load_tokenizer,
+    made_from,
+    root_of,
+)
 from rl.run.beginnings import begins_after
-from rl.run.hosts import make_renderer, rubric_of, stage_renderer
+from rl.run.hosts import is_published, make_renderer, rubric_of, stage_renderer
 from rl.run.origins import weights_folder
 from rl.run.prepare import Prepared, check_rows, prepare
 from rl.run.reopen import open_weights
@@ -130,20 +141,26 @@ class _Hosts:
         elif learned.rubric_model is not None:
             rubric_of(learned)
             make_renderer(self.load(learned.rubric_model), learned.rubric_renderer)
-        elif learned.reward_model is not None:
-            names = [stage.name for stage in self.stages[: self.index]]
-            if learned.reward_model in names:
-                source = self.stages[names.index(learned.reward_model)]
-                scores = source.method == "reward_model" and METHODS[source.method].value_head(source.settings)
-                if not scores:
-                    raise UserError(
-                        f"{source.name} is no reward model: {source.method} without a value head of its own trains it. Name a stage of "
-                        "reward_model; a language model can judge as well, with comparison_model"
-                    )
-            from rl.judges import check_vocabulary
-
-            check_vocabulary(self.policy, self.load(learned.reward_model), f"reward model {learned.reward_model}")
+        for target, _ in learned.scoring:
+            self._check_reward_model(target)
         return {}
+
+    def _check_reward_model(self, target: str) -> None:
+        from rl.judges import shares_vocabulary
+
+        names = [stage.name for stage in self.stages[: self.index]]
+        if target in names:
+            source = self.stages[names.index(target)]
+            scores = source.method == "reward_model" and METHODS[source.method].value_head(source.settings)
+            if not scores:
+                raise UserError(
+                    f"{source.name} is no reward model: {source.method} without a value head of its own trains it. Name a stage of "
+                    "reward_model; a language model can judge as well, with comparison_model"
+                )
+        elif is_published(open_weights(target)):
+            classifier_tokenizer(target)
+            return
+        shares_vocabulary(self.policy, self.load(target), f"reward model {target}")
 
     def critic(self, base_model: str) -> TrainingClient:
         if base_model == "policy":

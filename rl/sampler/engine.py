@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.sampler.biases import draw_biased
 from rl.sampler.cache import compaction
 from rl.sampler.conversations import Conversations
 from rl.sampler.decoder import Decoder
-from rl.sampler.jobs import Job, Prompt, diverged, read_with, tokens_to_draw
+from rl.sampler.jobs import Job, Prompt, check_biases, diverged, read_with, tokens_to_draw
 from rl.sampler.prompt_logprobs import PromptReader
 from rl.sampler.requests import Counters, Finished, Request
-from rl.sampler.rows import Rows
+from rl.sampler.rows import FROM_PARAMS, Rows
 from rl.sampler.stops import StopStrings, StopTable, stop_condition
-from rl.sampler.token_sampling import RowSettings, draw, row_settings
+from rl.sampler.token_sampling import RowSettings, row_settings
 from rl.types import SampledSequence, SampleResponse
 
 
@@ -81,7 +82,8 @@ class Engine(Conversations):
         if begun and request.num_samples != 1:
             raise ValueError(f"a request that has begun is of one sample, got num_samples={request.num_samples}")
         max_tokens = tokens_to_draw(self, self._state, len(prompt), params.max_tokens)
-        condition = stop_condition(params.stop, self.eos_token_ids)
+        condition = stop_condition(params.stop, () if params.ignore_eos else self.eos_token_ids)
+        check_biases(params, condition.token_ids, self.decoder.vocab_size, max_tokens)
         if condition.strings and self._stop_strings is None:
             raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer: give the engine one, or stop at ids")
         job = Job(
@@ -94,6 +96,7 @@ class Engine(Conversations):
             left=request.num_samples,
             begun=len(begun),
             sequences=[None] * request.num_samples,
+            stop_ids=sorted(token for token in condition.token_ids if token < self.decoder.vocab_size),
         )
         self._next_id += 1
         self._waiting.append(job)
@@ -213,10 +216,8 @@ class Engine(Conversations):
             has_strings=[bool(job.stop_strings) for job, _, _ in entering],
             seed=[request.seed for request in requests],
             problem=[request.problem for request in requests],
-            temperature=[request.params.temperature for request in requests],
-            top_k=[request.params.top_k for request in requests],
-            top_p=[request.params.top_p for request in requests],
-            untruncated_logprobs=[request.params.untruncated_logprobs for request in requests],
+            biased=[bool(request.params.logit_bias) for request in requests],
+            **{name: [getattr(request.params, name) for request in requests] for name in FROM_PARAMS},
         )
         first = len(self._rows) - sum(count for _, _, count in entering)
         for job, slot, count in entering:
@@ -234,11 +235,10 @@ class Engine(Conversations):
     def _draw(self, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """A token and its logprob for each row, brought to the host in one transfer."""
         if self._settings is None:
-            rows = self._rows
-            how = (rows["temperature"], rows["top_k"], rows["top_p"], rows["untruncated_logprobs"])
+            how = [self._rows[name] for name in ("temperature", "top_k", "top_p", "untruncated_logprobs", "min_p")]
             self._settings = row_settings(*how, vocab=logits_NV.shape[1], device=logits_NV.device)
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
-        tokens, logprobs = draw(logits_NV, uniform_N, self._settings)
+        tokens, logprobs = draw_biased(logits_NV, uniform_N, self._settings, self._rows, self._jobs)
         both = self.decoder.agreed(torch.stack([tokens.double(), logprobs.double()])).cpu().numpy()  # float64 holds every token id exactly
         chosen, bad = both[0].astype(np.int64), np.isnan(both[1])
         if bad.any():

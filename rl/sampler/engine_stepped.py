@@ -1,7 +1,7 @@
 """The engine over pages with several steps between two looks of the host: the device feeds, draws and ends by itself.
 
 The samples are those of the other engines, since each token's random number is known before. A step that lets requests in, and rows
-with top-k or top-p, go the way of `PagedEngine`; stop strings, which only the host can read, cut what was drawn past them.
+whose distribution is cut or biased, go the way of `PagedEngine`; stop strings, which only the host can read, cut what was drawn past them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl.sampler.attention_paged import own_and_shared
+from rl.sampler.biases import biased_rows
 from rl.sampler.cache import compaction
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.engine_paged import PagedEngine
@@ -87,8 +88,8 @@ class SteppedEngine(PagedEngine):
 
     def _without_cuts(self) -> bool:
         rows, vocab = self._rows, self.decoder.vocab_size
-        whole = ((rows["top_k"] < 1) | (rows["top_k"] >= vocab)) & (rows["top_p"] >= 1)
-        return bool((whole | (rows["temperature"] == 0)).all())
+        whole = ((rows["top_k"] < 1) | (rows["top_k"] >= vocab)) & (rows["top_p"] >= 1) & (rows["min_p"] <= 0)
+        return bool((whole | (rows["temperature"] == 0)).all() and not biased_rows(rows).any())
 
     def _left(self) -> np.ndarray:
         return self._rows["max_tokens"] - self._rows["drawn"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from rl.sampler.cache import DecodeState
 from rl.sampler.decoder import Decoder, check_length
 from rl.sampler.prompt_logprobs import PromptReader
 from rl.sampler.requests import Request
-from rl.types import SampledSequence, SampleResponse, TensorData
+from rl.types import SampledSequence, SampleResponse, SamplingParams, TensorData
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class Job:
     shares: bool = False  # its prompt had been read for another request
     sequences: list[SampledSequence | None] = field(default_factory=list)
     reader: PromptReader | None = None
+    stop_ids: Sequence[int] = ()
 
     def say_of_prompt(self, response: SampleResponse) -> None:
         """What was asked about the prompt's own tokens."""
@@ -105,3 +106,14 @@ def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: 
             f"kv_cache_tokens is {limits.kv_cache_tokens}: raise kv_cache_tokens or lower max_tokens"
         )
     return max_tokens
+
+
+def check_biases(params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int) -> None:
+    """Raises ValueError if logit_bias names a token that the model has not, or if min_tokens cannot be reached."""
+    outside = [token for token in params.logit_bias or () if token >= vocab]
+    if outside:
+        raise ValueError(f"logit_bias names the token {outside[0]}, and the model's ids are 0 to {vocab - 1}")
+    if params.min_tokens > max_tokens:
+        raise ValueError(f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be drawn: lower it")
+    if params.min_tokens and len(stop_ids) >= vocab:
+        raise ValueError(f"min_tokens={params.min_tokens} keeps stop ids from being drawn, and all {vocab} tokens are such: lower it to 0")

@@ -24,9 +24,13 @@ _FIELDS: dict[str, Any] = {
     "temperature": np.float64,
     "top_k": np.int64,
     "top_p": np.float64,
+    "min_p": np.float64,
+    "min_tokens": np.int64,  # stop ids are not drawn before
+    "biased": np.bool_,  # whether the request has a logit bias
     "untruncated_logprobs": np.bool_,
     "buffer": np.int64,  # where its tokens are written
 }
+FROM_PARAMS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "untruncated_logprobs")  # fields that are a request's own
 
 
 class Rows:

@@ -1,4 +1,4 @@
-"""From logits to a token and its logprob: temperature, top-k, top-p, inverse CDF. All rows at once, on the logits' device.
+"""From logits to a token and its logprob: temperature, min-p, top-k, top-p, inverse CDF. All rows at once, on the logits' device.
 
 Shapes: N rows, V vocabulary, B blocks of the vocabulary. Softmax and logprobs are in float32 whatever the logits' dtype.
 """
@@ -21,7 +21,7 @@ class RowSettings:
     """How each row draws. None stands for the common case, which then costs nothing.
 
     `temperature_N` float32, 0 for greedy (None: 1 everywhere); `greedy_N` bool (None: nowhere);
-    `truncated` the rows with top-k or top-p (None: no row), with their `top_k` (vocabulary size for none) and `top_p`;
+    `truncated` the rows with min-p, top-k or top-p (None: no row), with their `min_p`, `top_k` (vocabulary size for none) and `top_p`;
     `untruncated_logprobs` those of them whose logprob is of the whole distribution all the same (None: no row).
     """
 
@@ -30,6 +30,7 @@ class RowSettings:
     truncated: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+    min_p: Tensor | None = None
     untruncated_logprobs: Tensor | None = None
 
 
@@ -38,18 +39,20 @@ def row_settings(
     top_ks: np.ndarray,
     top_ps: np.ndarray,
     untruncated_logprobs: np.ndarray | None = None,
+    min_ps: np.ndarray | None = None,
     *,
     vocab: int,
     device: torch.device,
 ) -> RowSettings:
-    """Settings of the running rows ([N] each, top_k -1 and top_p 1 for no truncation) as tensors on the device."""
+    """Settings of the running rows ([N] each; top_k -1, top_p 1 and min_p 0 for no truncation) as tensors on the device."""
     temperature = torch.tensor(temperatures, dtype=torch.float32)
     top_k = torch.tensor(top_ks, dtype=torch.int64)
     top_p = torch.tensor(top_ps, dtype=torch.float64)
+    min_p = torch.zeros_like(top_p) if min_ps is None else torch.tensor(min_ps, dtype=torch.float64)
     top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
     greedy = temperature == 0
     # Greedy keeps its one token under any truncation, and reports the logprob of the whole distribution.
-    cut_N = ((top_k < vocab) | (top_p < 1)) & ~greedy
+    cut_N = ((top_k < vocab) | (top_p < 1) | (min_p > 0)) & ~greedy
     truncated = torch.nonzero(cut_N).squeeze(1)
     whole = truncated[:0] if untruncated_logprobs is None else torch.nonzero(cut_N & torch.tensor(untruncated_logprobs)).squeeze(1)
     plain_temperature = bool((temperature[~greedy] == 1).all())
@@ -59,6 +62,7 @@ def row_settings(
         truncated=truncated.to(device) if len(truncated) else None,
         top_k=top_k[truncated].to(device) if len(truncated) else None,
         top_p=top_p[truncated].to(device) if len(truncated) else None,
+        min_p=min_p[truncated].to(device) if len(truncated) and bool((min_p > 0).any()) else None,
         untruncated_logprobs=whole.to(device) if len(whole) else None,
     )
 
@@ -67,7 +71,7 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
     """One token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
 
     The logprob is that of the distribution the token was drawn from: softmax(logits / T), renormalised over its support where
-    top-k or top-p cut it, except in rows of `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest
+    min-p, top-k or top-p cut it, except in rows of `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest
     logit (ties: the lowest id) and report the untempered logprob.
 
     On a CPU rows that nothing is cut from are drawn by one call of `CpuKernels`, others and other devices by torch's operations. How
@@ -91,6 +95,7 @@ def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
         truncated=torch.arange(len(rows), device=rows.device),
         top_k=settings.top_k,
         top_p=settings.top_p,
+        min_p=settings.min_p,
         untruncated_logprobs=None if whole is None else torch.searchsorted(rows, whole),
     )
 
@@ -101,7 +106,7 @@ def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -
         scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)  # not indexed: that asks a device even of fake tensors
     whole_NV = scaled_NV
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
-        cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p)
+        cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p, settings.min_p)
         scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     token_N, sum_N = inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
@@ -116,14 +121,18 @@ def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -
     return token_N, logprob_N
 
 
-def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """Logits with everything outside top-k, then outside top-p of what is left, set to -inf.
+def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor | None = None) -> Tensor:
+    """Logits with everything outside min-p, then outside top-k, then outside top-p of what is left, set to -inf.
 
-    Tokens are ranked by logit, ties by the lower id. Top-p keeps a token while the probability before it is below p: the
+    Min-p keeps a token whose probability is at least min_p times the largest. For the others tokens are ranked by logit, ties by the
+    lower id. Top-p keeps a token while the probability before it is below p: the
     smallest set that reaches p, and always the first.
     """
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
+    if min_p_N is not None:
+        share_NV = (sorted_NV - sorted_NV[:, :1]).double().exp()  # of the largest probability
+        sorted_NV = sorted_NV.masked_fill(share_NV < min_p_N[:, None], -torch.inf)
     kept_NV = sorted_NV.masked_fill(rank_V >= top_k_N[:, None], -torch.inf)
     probability_NV = kept_NV.softmax(-1).double()
     before_NV = probability_NV.cumsum(-1) - probability_NV

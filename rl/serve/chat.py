@@ -172,6 +172,10 @@ async def chat(serving: Serving, body: Any, session: Session, live: Live | None)
     desk = serving.desk
     renderer = await session.renderer(desk, asked.model)
     try:
+        renderer = renderer.with_settings(asked.template_settings)
+    except ValueError as error:
+        raise Refused(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+    try:
         with_tools = renderer.with_tools(asked.tools)
     except ValueError as error:
         raise Refused(str(error), "tools") from error

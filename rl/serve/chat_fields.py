@@ -13,6 +13,7 @@ from rl.types import SamplingParams
 MOST_CHOICES = 1024  # of one request
 MOST_STOPS = 64
 MOST_TOP_LOGPROBS = 20
+MOST_BIASES = 1024  # OpenAI's
 
 
 class Refused(Exception):
@@ -47,13 +48,13 @@ LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_c
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
     "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prediction": (),
@@ -63,9 +64,23 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "store": (False,),
+    "structured_outputs": (),
     "suffix": ("",),
     "verbosity": (),
     "web_search_options": (),
+}
+
+
+# Why such fields are refused, where there is more to say than that they are.
+_FREE = "what the model writes is not constrained to a grammar here; ask for the form in the messages, and check what comes"
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "response_format", "structured_outputs"), _FREE
+    ),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        "each token is drawn from the model's own distribution, whatever was drawn before; logit_bias changes that of single tokens",
+    ),
 }
 
 
@@ -119,7 +134,9 @@ class Fields:
                 if any(value == fine and isinstance(value, bool) == isinstance(fine, bool) for fine in NEUTRAL[name]):
                     continue
                 fine = " or ".join(repr(one) for one in NEUTRAL[name]) or "null"
-                raise Refused(f"{self.place}{name}={_short(value)} is not supported here: leave it out (or give {fine})", self.place + name)
+                why = f", for {REASONS[name]}" if name in REASONS else ""
+                text = f"{self.place}{name}={_short(value)} is not supported here{why}: leave it out (or give {fine})"
+                raise Refused(text, self.place + name)
             near = nearest(name, {*self.known, *NEUTRAL})
             hint = f"; did you mean {near!r}?" if near else ""
             raise Refused(f"unknown parameter: {self.place + name!r}{hint}", self.place + name, code="unknown_parameter")
@@ -134,9 +151,10 @@ def _short(value: Any) -> str:
 
 
 def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequence[str | int] = ()) -> SamplingParams:
-    """How tokens are drawn: temperature, top_p, top_k, seed, stop, stop_token_ids. `own_stops`: what ends an answer anyway.
+    """How tokens are drawn: temperature, top_p, top_k, min_p, logit_bias, min_tokens, ignore_eos, seed, stop, stop_token_ids.
 
-    Logprobs are of the whole distribution at the temperature, whatever top_p and top_k cut off it.
+    `own_stops`: what ends an answer anyway. Logprobs are of the whole distribution at the temperature, before a bias, and whatever top_p,
+    top_k and min_p cut off it.
     """
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     if 0 < temperature < 1e-3:
@@ -145,8 +163,19 @@ def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequen
     if top_p == 0:
         raise fields.wrong("top_p", top_p, "above 0 and at most 1")
     top_k = fields.whole("top_k", -1, -1, 2**31 - 1) or -1  # 0 is how some say "no truncation"
+    min_p = fields.number("min_p", 0.0, 0.0, 1.0)
+    min_tokens = fields.whole("min_tokens", 0, 0, 2**31 - 1) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise fields.wrong("min_tokens", min_tokens, f"at most max_tokens ({max_tokens})")
     seed = fields.whole("seed", None, -(2**63), 2**63 - 1)
     stop = [*own_stops, *_stops(fields)]
+    if min_tokens and any(isinstance(one, str) for one in stop):
+        texts = [one for one in stop if isinstance(one, str)]
+        raise Refused(
+            f"{fields.place}min_tokens is not supported beside stop texts ({_short(texts)}): it keeps tokens from being drawn, and a text "
+            "may be spelt by any; give stop_token_ids, or leave it out",
+            fields.place + "min_tokens",
+        )
     return SamplingParams(
         max_tokens=max_tokens,
         seed=None if seed is None else seed % 2**63,
@@ -155,7 +184,25 @@ def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequen
         top_k=top_k,
         top_p=top_p,
         untruncated_logprobs=True,
+        min_p=min_p,
+        logit_bias=_bias(fields),
+        min_tokens=min_tokens,
+        ignore_eos=fields.switch("ignore_eos"),
     )
+
+
+def _bias(fields: Fields) -> dict[int, float] | None:
+    """logit_bias: token ids, as JSON spells keys, and what is added to their logits."""
+    given, wanted = fields.get("logit_bias", {}), f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100"
+    if not isinstance(given, Mapping) or len(given) > MOST_BIASES:
+        raise fields.wrong("logit_bias", given, wanted)
+    bias: dict[int, float] = {}
+    for token, value in given.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100
+        if not number or not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise fields.wrong("logit_bias", {token: value}, wanted)
+        bias[int(token)] = float(value)
+    return bias or None
 
 
 def _stops(fields: Fields) -> list[str | int]:

@@ -25,6 +25,7 @@ class ChatAsk:
     model: str | None
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
+    template_settings: Mapping[str, Any]
     n: int
     fields: Fields
     max_tokens: int | None
@@ -49,6 +50,15 @@ def read_chat(body: Any) -> ChatAsk:
     if messages[-1]["role"] == "assistant":
         raise Refused("the last of messages is the assistant's, and to go on writing it is not supported", f"messages[{len(given) - 1}]")
     tools = _tools(fields)
+    template_settings = fields.get("chat_template_kwargs", {})
+    if not isinstance(template_settings, Mapping):
+        raise fields.wrong("chat_template_kwargs", template_settings, "an object of the chat template's settings")
+    if fields.switch("ignore_eos"):
+        raise Refused(
+            "ignore_eos=true is not supported for chats: an answer is read up to its end mark, and what is drawn after it is none; for "
+            "answers of one length use /v1/completions",
+            "ignore_eos",
+        )
     most = fields.whole("max_tokens", None, 1, MOST_TOKENS)
     also = fields.whole("max_completion_tokens", None, 1, MOST_TOKENS)
     if most is not None and also is not None and most != also:
@@ -67,6 +77,7 @@ def read_chat(body: Any) -> ChatAsk:
         model=fields.text("model"),
         messages=messages,
         tools=tools,
+        template_settings=template_settings,
         n=fields.whole("n", 1, 1, MOST_CHOICES) or 1,
         fields=fields,
         max_tokens=most if most is not None else also,
@@ -101,7 +112,8 @@ def _tools(fields: Fields) -> list[Mapping[str, Any]]:
         tools.append({"type": "function", "function": {key: value for key, value in function.items() if key != "strict"}})
     if choice not in ("auto", "none"):
         raise Refused(
-            f"tool_choice={json.dumps(choice)[:80]} is not supported: the model is free to call (auto), or is told of no tools (none)",
+            f"tool_choice={json.dumps(choice)[:80]} is not supported: what the model writes is not constrained to a grammar here, so a "
+            "call cannot be forced. The model is free to call (auto), or is told of no tools (none); ask for the call in the messages",
             "tool_choice",
         )
     return [] if choice == "none" else tools

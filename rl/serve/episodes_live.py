@@ -116,7 +116,7 @@ class Episode(Session):
     def _overrule(self, params: SamplingParams) -> None:
         """The run says how tokens are drawn. What a request asks instead is noted, or refused where `strict`."""
         usual = SamplingParams()
-        for name in ("temperature", "top_p", "top_k", "seed"):
+        for name in ("temperature", "top_p", "top_k", "min_p", "logit_bias", "min_tokens", "ignore_eos", "seed"):
             wanted = getattr(params, name)
             if wanted != getattr(usual, name):
                 if self.strict:

@@ -44,7 +44,7 @@ class Endpoint(Environment):
     pass_env: tuple[str, ...] = ()
     """Names of environment variables that the program gets beside PATH, HOME and the like (PREFIX* as well)."""
     strict: bool = False
-    """Refuse requests that ask for a temperature, top_p, top_k or seed. Otherwise the run's settings are taken in their place."""
+    """Refuse requests that say how tokens are drawn (temperature, seed, ...). Otherwise the run's settings are taken in their place."""
 
     def __post_init__(self) -> None:
         try:

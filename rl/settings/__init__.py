@@ -8,11 +8,11 @@ from rl.settings.data_tables import AnswerDataSettings, DataFormat, DataSettings
 from rl.settings.environment_tables import EnvironmentSettings
 from rl.settings.fields import Given, SettingsError, as_flags, build, flatten, nearest, unflatten, words_of
 from rl.settings.flow_tables import EpisodeFlowSettings, FlowSettings
+from rl.settings.judge_tables import LearnedRewardSettings
 from rl.settings.ranges import FINITE, POSITIVE, RATE, SIZE, Inside, NotNegative, Range, Share, Weight, check_ranges
 from rl.settings.run_plan import Run, StagePlan, difference, from_resolved, resolved
 from rl.settings.tables import (
     KlSettings,
-    LearnedRewardSettings,
     LoopSettings,
     ModelSettings,
     OptimSettings,

@@ -1,4 +1,4 @@
-"""The sections that methods' settings are made of (those of data: rl.settings.data_tables). No torch: the command line reads this first.
+"""The sections that methods' settings are made of (those of data: rl.settings.data_tables; of judges: rl.settings.judge_tables). No torch: the command line reads this first.
 
 Every leaf name is unique over the sections of a method, because on the line and in recipes settings are flat:
 `--learning-rate 1e-5`, `learning_rate: 1e-5`. The string under a field is its help.
@@ -231,50 +231,6 @@ class KlSettings:
         check_ranges(self)
         only_with(self, ("kl_kind",), self.kl_in == "loss", "kl_in is reward", "set kl_in to loss")
         only_with(self, ("kl_rate",), self.kl_target is not None, "without a kl_target kl_coef stays as it is", "give kl_target")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnedRewardSettings:
-    """A model in the loop whose judgement is the reward."""
-
-    reward_model: str | None = None
-    """Learn from a reward model's scores: an earlier stage, the folder of a reward_model run, or a checkpoint of one. What reward says is then only measured (see other_reward_weight)."""
-    comparison_model: str | None = None
-    """Learn from comparisons instead: a language model (an earlier stage, a run's folder, a folder of weights, a hub name) is shown the answers of a group two by two, in both orders, and the probabilities of A, B and tie are read. Reward: the share of its group that an answer is preferred to."""
-    rubric_model: str | None = None
-    """Learn from a rubric instead: a language model (named like comparison_model) is asked each question of rubric about each answer. Reward: the weighted mean of its readings, 0 to 1; each is logged as rubric/<its first words>."""
-    rubric: Annotated[tuple[tuple[str, float], ...], Range(-1e6, 1e6)] = ()
-    """Questions and their weights, put so that yes is good (or with a negative weight): --rubric "Is it polite?" 1 "Is it right?" 3; in a recipe a mapping."""
-    rubric_reading: Literal["yes_no", "score"] = "yes_no"
-    """yes_no: the probability of yes against no, nothing is sampled. score: the judge writes, and the last "Score: N" is read, N from 0 to rubric_scale; an answer for which it writes none is left out and counted."""
-    rubric_scale: Positive = 10.0
-    """score: the best N."""
-    rubric_max_tokens: Size = 256
-    """score: how much the judge may write to a question."""
-    rubric_renderer: str | None = None
-    """chat_template, role_colon or plain; by default the one recommended for the judge."""
-    other_reward_weight: Annotated[float, Range(-1e6, 1e6)] = 0.0
-    """Of what reward (or rewards) says, beside the model's judgement: 0 measures it and learns nothing from it."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        if self.reward_model is not None and self.comparison_model is not None:
-            raise ValueError("reward_model scores answers and comparison_model compares them: name one of the two")
-        if self.rubric_model is not None and len(self.named) > 1:
-            raise ValueError(f"rubric_model judges by itself: leave out {self.named[0]}, or it")
-        if self.other_reward_weight and not self.named:
-            raise ValueError("other_reward_weight stands beside a reward_model, comparison_model or rubric_model: name one, or leave it out")
-        if (self.rubric_model is None) != (not self.rubric):
-            raise ValueError('rubric and rubric_model go together: --rubric-model NAME --rubric "Is the answer polite?" 1')
-        own = ("rubric_reading", "rubric_renderer")
-        only_with(self, own, self.rubric_model is not None, "no rubric_model is named", "name one")
-        written = self.rubric_reading == "score"
-        only_with(self, ("rubric_scale", "rubric_max_tokens"), written, "rubric_reading is yes_no", "set rubric_reading to score")
-
-    @property
-    def named(self) -> list[str]:
-        """The model that was named, if one was."""
-        return [name for name in (self.reward_model, self.comparison_model, self.rubric_model) if name is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,88 @@
+"""Published reward models (`...ForSequenceClassification`, one output), and several reward models at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl.episodes import TrajectoryGroup
+from rl.errors import UserError
+from rl.judges.reward_scores import AT_ONCE
+from rl.renderers import ConversationRenderer
+from rl.rewards import Score
+from rl.types import Message
+
+if TYPE_CHECKING:
+    from rl.clients import ClassifierClient
+    from rl.judges.learned import GroupScorer
+
+
+class PublishedRewardModel:
+    """A classifier with one output: an episode's score is its logit for the conversation with the last answer at its end.
+
+    The conversation is rendered from its messages with the model's own tokenizer and chat template. An answer that was cut off is
+    rendered like any other, since a template knows no such answers; `cut_off_penalty` prices that.
+    """
+
+    scores_alone = True
+
+    def __init__(self, client: ClassifierClient, name: str):
+        self.client, self.name = client, name
+        self.renderer = ConversationRenderer(client.get_tokenizer(), name)
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        logs = [trajectory.transitions[-1].logs for group in groups for trajectory in group.trajectories_G]
+        inputs = [tuple(self.renderer.build_conversation(_conversation(log))) for log in logs]
+        self._check_length(max(map(len, inputs), default=0))
+        unlike = list(dict.fromkeys(inputs))  # equal answers to one conversation are read once
+        found: list[float] = []
+        for start in range(0, len(unlike), AT_ONCE):
+            found += self.client.compute_scores(unlike[start : start + AT_ONCE]).result()
+        if not all(math.isfinite(score) for score in found):
+            raise UserError(f"the reward model {self.name} gave {sum(not math.isfinite(s) for s in found)} scores that are not finite")
+        score_of = dict(zip(unlike, found, strict=True))
+        scores = (score_of[tokens] for tokens in inputs)
+        return [[next(scores) for _ in group.trajectories_G] for group in groups]
+
+    def _check_length(self, longest: int) -> None:
+        limit = self.client.info["max_context"]
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"the reward model {self.name} reads at most {limit} tokens, a conversation with its answer has {longest}: lower "
+                "max_tokens, or take a reward model of a longer context"
+            )
+
+
+class WeightedRewardModels:
+    """Several reward models at once: an episode's score is the weighted sum of theirs; each is a metric, `reward/learned/<name>`.
+
+    models   (name, scorer, weight); the last part of a name that looks like a path is what the metric is called
+    """
+
+    scores_alone = True
+
+    def __init__(self, models: Sequence[tuple[str, GroupScorer, float]]):
+        self.models = models
+        short = [name.rstrip("/").rsplit("/", 1)[-1] for name, _, _ in models]
+        self.names = [word if short.count(word) == 1 else f"{word}-{i}" for i, word in enumerate(short, start=1)]
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
+        tables = [scorer.scores(groups) for _, scorer, _ in self.models]
+        weights = [weight for _, _, weight in self.models]
+        return [
+            [self._together([table[p][g] for table in tables], weights) for g in range(len(group.trajectories_G))]
+            for p, group in enumerate(groups)
+        ]
+
+    def _together(self, scores: Sequence[float | Score], weights: Sequence[float]) -> Score:
+        values = [float(score) for score in scores if not isinstance(score, Score)]
+        assert len(values) == len(weights)  # reward models give numbers
+        metrics = {f"reward/learned/{name}": value for name, value in zip(self.names, values, strict=True)}
+        return Score(sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics)
+
+
+def _conversation(logs: Mapping[str, Any]) -> list[Message]:
+    """Return the messages up to and with the last answer; if the environment logs none, the prompt alone stands before the answer."""
+    asked = logs["messages"] if "messages" in logs else [{"role": "user", "content": str(logs["prompt"])}]
+    return [*asked, {"role": "assistant", "content": str(logs["response"])}]

@@ -1,0 +1,129 @@
+"""Published reward models: sequence classifiers with one output (`...ForSequenceClassification`), with their own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.errors import UserError
+from rl.layers import config_number
+from rl.models.tokenizers import load_tokenizer
+from rl.models.whole_weights import check_names, readable, without_bars
+
+KIND = "ForSequenceClassification"
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A classifier with one output and what goes with it. `max_context`: tokens it reads at most; None: no limit is known."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    max_context: int | None
+
+
+def classifier_config(name: str) -> Any | None:
+    """Return the config of a sequence classifier (a folder or a hub name); None if `name` is a model of another kind.
+
+    Raises UserError if the config cannot be read, or if the classifier has more outputs than one.
+    """
+    from transformers import AutoConfig
+
+    if name.startswith("tiny:"):
+        return None
+    source = _source(name)
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        return None
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:  # ValueError: a model type that transformers does not know
+        raise UserError(f"cannot read the config of the reward model {name!r}: {error}") from error
+    if not any(str(architecture).endswith(KIND) for architecture in config.architectures or ()):
+        return None
+    if config.num_labels != 1:
+        raise UserError(
+            f"{name} is a classifier with {config.num_labels} outputs ({', '.join(map(str, config.id2label.values()))[:80]}); a reward "
+            "model has one output: take a model with num_labels 1"
+        )
+    return config
+
+
+def classifier_tokenizer(name: str) -> Any:
+    """Return the classifier's own tokenizer. Raises UserError if there is none, or if it has no chat template."""
+    tokenizer = load_tokenizer(_source(name))
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise UserError(
+            f"the tokenizer of the reward model {name} has no chat template, so it is not known how it reads a conversation: save the "
+            "template that it was trained with as chat_template.jinja beside its tokenizer, and give that folder"
+        )
+    return tokenizer
+
+
+def load_classifier(name: str, dtype: torch.dtype) -> Classifier:
+    """Load a classifier with one output (a folder or a hub name), ready to score.
+
+    Raises UserError if it is no such classifier, if its weights are not whole, or if it has no tokenizer with a chat template.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    config = classifier_config(name)
+    if config is None:
+        raise UserError(f"{name} is no reward model: its config names no class ...{KIND}")
+    tokenizer = classifier_tokenizer(name)
+    try:
+        with readable(name), without_bars():
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                _source(name), config=config, output_loading_info=True, dtype=dtype
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the reward model {name!r}: {error}") from error
+    check_names(name, loading["missing_keys"], ())
+    model.config.use_cache = False
+    limit = config_number(model, "max_position_embeddings", "n_positions", "max_target_positions")
+    return Classifier(model.eval().requires_grad_(False), tokenizer, name, limit)
+
+
+def classifier_size(name: str) -> int | None:
+    """Return how many parameters a published reward model has; None if `name` is none. No weights are read."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = classifier_config(name)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def classify(classifier: Classifier, inputs: Sequence[Sequence[int]], token_budget: int) -> list[float]:
+    """Return the score (the one logit) of each input, as transformers' forward of that input alone gives it.
+
+    Inputs of equal length share a forward of at most `token_budget` positions, so that nothing is ever padded: padding moves the place
+    that some classes read, and the attention of others. A model without a padding token reads one input at a time, as transformers asks.
+    """
+    model = classifier.model
+    pads = getattr(model.config.get_text_config(), "pad_token_id", None) is not None
+    by_length: dict[int, list[int]] = {}
+    for number, tokens in enumerate(inputs):
+        by_length.setdefault(len(tokens), []).append(number)
+    scores = [0.0] * len(inputs)
+    for length, members in sorted(by_length.items()):
+        rows = max(1, token_budget // max(length, 1)) if pads else 1
+        for start in range(0, len(members), rows):
+            part = members[start : start + rows]
+            tokens_BT = torch.tensor([list(inputs[i]) for i in part], device=model.device)
+            logits_B1 = model(input_ids=tokens_BT, attention_mask=torch.ones_like(tokens_BT)).logits
+            for i, score in zip(part, logits_B1[:, 0].float().tolist(), strict=True):
+                scores[i] = score
+    return scores
+
+
+def _source(name: str) -> str:
+    folder = Path(name).expanduser()
+    return str(folder) if folder.is_dir() else name
