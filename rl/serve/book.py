@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -61,6 +63,7 @@ class Model:
     waiting: dict[int, Job] = field(default_factory=dict)  # that came before their turn
     ran: int = 0  # the number of the request that was begun last
     last: dict[str, Any] | None = None  # the last update's number and answer
+    lost: str | None = None  # why there is no gradient where one was accumulated
     failed: str | None = None  # why an update would be on half of what was meant
     gradient: bool = False  # something is accumulated
     busy: bool = False  # a request of it has begun
@@ -108,17 +111,17 @@ class Book:
         if alive >= self.limits.sessions:
             raise Refused(429, f"{alive} sessions are alive, the most that this server takes: close one, or try again", retry_after=5.0)
         session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
+        try:
+            self.keep(session)
+        except BaseException:
+            shutil.rmtree(self.root / session.session_id, ignore_errors=True)
+            raise
         self.sessions[session.session_id] = session
-        self.keep(session)
         return session
 
     def keep(self, session: Session) -> None:
         """Writes what is known of a session, whole or not at all."""
-        folder = self.root / session.session_id
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / "session.json.partial"
-        aside.write_text(json.dumps(session.note(), indent=1))
-        os.replace(aside, folder / "session.json")
+        write_whole(self.root / session.session_id / "session.json", session.note())
 
     def session(self, session_id: str, owner: str, *, alive: bool = True) -> Session:
         session = self.sessions.get(session_id)
@@ -201,7 +204,12 @@ class Book:
         """What an earlier server left in the folder: sessions, models as they were last written, paths."""
         for path in sorted(self.root.iterdir()):
             file = path / "session.json"
-            if not _SESSION.fullmatch(path.name) or path.is_symlink() or not file.is_file():
+            if not _SESSION.fullmatch(path.name) or path.is_symlink():
+                continue
+            if not file.is_file():  # an earlier server was killed while it made this session, which it never answered
+                (path / "session.json.partial").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.rmdir()
                 continue
             fields = json.loads(file.read_text())
             session = self.sessions[path.name] = Session(**fields)
@@ -218,6 +226,7 @@ class Book:
         model = Model(model_id, session.owner, session.session_id, folder, base, noted["user_metadata"], lora_rank=noted["lora_rank"])
         model.resumed = True
         checkpoint.bring_back(model.live)
+        checkpoint.remove_leftovers(folder)
         if (model.live / checkpoint.MANIFEST).is_file():
             state = checkpoint.read_state(model.live)["metadata"]
             model.next_seq, model.failed, model.written, model.last = state["next_seq"], state["failed"], True, state["last"]
@@ -227,8 +236,34 @@ class Book:
     @staticmethod
     def keep_model(model: Model) -> None:
         """Writes what a model is, so that its paths are known to a later server."""
-        model.folder.mkdir(parents=True, exist_ok=True)
         noted = {"base": model.base.name, "user_metadata": model.user_metadata, "lora_rank": model.lora_rank}
-        aside = model.folder / "model.json.partial"
-        aside.write_text(json.dumps(noted, indent=1))
-        os.replace(aside, model.folder / "model.json")
+        write_whole(model.folder / "model.json", noted)
+
+    def forget_model(self, model: Model, with_files: bool) -> None:
+        """Remove a model that could not be made. `with_files`: its folder too."""
+        self.models.pop(model.model_id, None)
+        if with_files:
+            shutil.rmtree(model.folder, ignore_errors=True)
+
+    @staticmethod
+    def live_state(model: Model) -> dict[str, Any] | None:
+        """Return what was noted of a model when it was written out last; None if it never was."""
+        checkpoint.bring_back(model.live)
+        if not (model.live / checkpoint.MANIFEST).is_file():
+            return None
+        return dict(checkpoint.glance(model.live)["metadata"])
+
+
+def write_whole(file: Path, fields: dict[str, Any]) -> None:
+    """Write JSON to `file`, whole or not at all, and make its folder. Nothing partial is left behind if writing fails."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.partial")
+    try:
+        with aside.open("w") as handle:
+            handle.write(json.dumps(fields, indent=1))
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(aside, file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

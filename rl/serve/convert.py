@@ -20,6 +20,7 @@ from rl.types import (
     ModelInput,
     PromptProvenanceSpan,
     SampledProvenanceSpan,
+    SampledSequence,
     SampleResponse,
     SamplingParams,
     TensorData,
@@ -181,6 +182,49 @@ def output_json(output: ForwardBackwardOutput) -> dict[str, Any]:
     rows = [{name: _tensor_json(data) for name, data in one.items()} for one in output.loss_fn_outputs]
     metrics = {key if ":" in key else f"{key}:mean": value for key, value in output.metrics.items()}
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}
+
+
+def read_outputs(body: bytes) -> ForwardBackwardOutput:
+    """Read what `forward_backward_output` wrote."""
+    message = wire.parse("ForwardBackwardOutput", body)
+    rows: list[dict[str, TensorData]] = []
+    for record in message.loss_fn_outputs:
+        run: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
+        for name, tensors in record.fields.items():
+            offsets = np.frombuffer(tensors.offsets, "<i8").tolist()
+            for row, begin, end in zip(run, offsets[:-1], offsets[1:], strict=True):
+                array = np.frombuffer(tensors.data[begin:end], _NUMPY[tensors.dtype])
+                row[name] = TensorData.from_numpy(array.reshape(-1, *tensors.trailing_shape))
+        rows += run
+    return ForwardBackwardOutput(rows, dict(message.metrics))
+
+
+def read_samples(body: bytes) -> SampleResponse:
+    """Read what `sample_response` wrote."""
+    message, sequences = wire.parse("SampleResponse", body), []
+    for sequence in message.sequences:
+        tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
+        logprobs = np.frombuffer(sequence.logprobs, "<f4").tolist() if sequence.HasField("logprobs") else None
+        sequences.append(SampledSequence(tokens, logprobs, "length" if sequence.stop_reason == wire.LENGTH else "stop"))
+    response = SampleResponse(sequences, prompt_cache_hit_tokens=message.prompt_cache_hit_tokens)
+    if message.HasField("prompt_logprobs"):
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
+        response.prompt_logprobs = [None if math.isnan(logprob) else logprob for logprob in logprobs]
+    if message.HasField("topk_prompt_logprobs"):
+        response.topk_prompt_logprobs = _read_topk(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        tensor = message.target_prompt_logprobs
+        response.target_prompt_logprobs = TensorData.from_numpy(np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape)))
+    return response
+
+
+def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
+    ids = np.frombuffer(message.token_ids, "<i4").reshape(message.length, message.k).tolist()
+    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(message.length, message.k).tolist()
+    rows: list[list[tuple[int, float]] | None] = []
+    for tokens, values in zip(ids, logprobs, strict=True):
+        rows.append([(token, value) for token, value in zip(tokens, values, strict=True) if value != _NO_LOGPROB] or None)
+    return rows
 
 
 def _tensor_json(data: TensorData) -> dict[str, Any]:

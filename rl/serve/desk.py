@@ -16,7 +16,7 @@ from rl.clients import SampleStream, SamplingClient, ServiceClient
 from rl.errors import UserError
 from rl.renderers import Renderer, get_renderer
 from rl.sampler import Request
-from rl.serve.refusals import Interrupted, Refused, told
+from rl.serve.refusals import Interrupted, Refused, drop_traceback, told
 from rl.serve.settings import LOCAL, ServedBase, ServeSettings
 from rl.serve.tally import Tally
 from rl.serve.turns import Job, SampleJob, Turns, Work
@@ -306,4 +306,5 @@ def _settle(done: Future, result: Any, error: BaseException | None, what: str) -
         return
     if told(error, what)[1] == "server" and not isinstance(error, (Refused, Interrupted)):
         log.error("work failed", extra={"what": what, "error": type(error).__name__}, exc_info=error)
+    drop_traceback(error)
     done.set_exception(error)

@@ -82,7 +82,10 @@ class Served:
             check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, together)
         worker = replace(settings.worker, share_bases=True)
         desk = Desk(ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker), settings)
-        tenants, promises = Tenants(desk, book), Promises(settings.limits.result_seconds)
+        limits = settings.limits
+        tenants, promises = Tenants(desk, book), Promises(limits.result_seconds, limits.told_seconds, limits.held_bytes)
+        promises.others = tenants.others
+        desk.tally.gauges["held_bytes"] = lambda: float(promises.held)
         if settings.resume and book.found_there():
             book.read_again({base.name: base for base in settings.bases})
             for model in book.models.values():
@@ -104,6 +107,7 @@ class Served:
 
     def look(self) -> None:
         self.tenants.pass_gaps()
+        self.promises.sweep()
         silent = time.monotonic() - self.desk.settings.limits.session_seconds
         for session in [one for one in list(self.book.sessions.values()) if one.finished is None and one.beat < silent]:
             end_session(self.desk, self.tenants, session, "silent")

@@ -71,7 +71,9 @@ class Samples:
         promise = self.promises.known(request_id, digest := digest_of(raw))
         if promise is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
-            promise = Promise(request_id, owner, "sample", digest, session=sampler.session, sequence_ids=ids)
+            tenant, size = self.desk.tenant(owner, sampler.session), len(raw)
+            self.promises.check_room(tenant, size)
+            promise = Promise(request_id, owner, "sample", digest, session=sampler.session, sequence_ids=ids, tenant=tenant, size=size)
             try:
                 promise.done = self._sample(sampler, count, body, ids)
             except (ValueError, TypeError) as error:

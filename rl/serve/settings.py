@@ -44,7 +44,9 @@ class Limits:
     models_in_memory: int = 8
     samplers_in_memory: int = 64
     poll_seconds: float = 25.0  # the longest that a poll is held; the SDK gives up after 45
-    result_seconds: float = 3600.0  # how long an answer can be asked for again
+    result_seconds: float = 3600.0  # how long an answer is kept that nobody asked for
+    told_seconds: float = 60.0  # how long an answer that was sent can be asked for again
+    held_bytes: int = 2**30  # of requests that wait and of answers that are kept
     session_seconds: float = 900.0  # without a heartbeat: what it has in memory is given back
 
     def __post_init__(self) -> None:
