@@ -28,6 +28,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")  # to be asked without a key
+LINKS = "/api/v1/files/"  # what follows is signed: whoever has a link needs no key
 
 
 def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
@@ -61,14 +62,14 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return refusal(error.status_code, f"{request.method} {shown_path(request.url.path)}: {error.detail}")
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     message, category = told(error, "the request")
     if category == "user":
         return refusal(400, message)
-    log.error("a request failed", extra={"path": request.url.path, "error": type(error).__name__}, exc_info=error)
+    log.error("a request failed", extra={"path": shown_path(request.url.path), "error": type(error).__name__}, exc_info=error)
     return refusal(500, message)
 
 
@@ -103,7 +104,8 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         limits = self.desk.settings.limits
-        owner = LOCAL if not self._keys or scope["path"] in OPEN_PATHS else self._owner(headers)
+        without_key = scope["path"] in OPEN_PATHS or scope["path"].startswith(LINKS)
+        owner = LOCAL if not self._keys or without_key else self._owner(headers)
         if owner is None:
             await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(scope, receive, send)
             return
@@ -133,7 +135,7 @@ class Guard:
         self.desk.tally.add("requests_total", route=route, status=str(status))
         self.desk.tally.add("request_seconds_total", seconds, route=route)
         owner = scope.get("state", {}).get("owner", "")
-        fields = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1), "owner": owner}
+        fields = {"method": scope["method"], "path": shown_path(scope["path"]), "status": status, "ms": round(seconds * 1e3, 1), "owner": owner}
         log.info("request", extra=fields)
 
 
@@ -150,6 +152,14 @@ def _bounded(receive: Receive, limit: int) -> Receive:
         return message
 
     return counted
+
+
+def shown_path(path: str) -> str:
+    """Return a path for the log. A link's signature, which is as good as a key, is left out."""
+    if not path.startswith(LINKS):
+        return path[:200]
+    expires, _, rest = path.removeprefix(LINKS).partition("/")
+    return f"{LINKS}{expires}/.../{rest.partition('/')[2]}"[:200]
 
 
 class JsonLines(logging.Formatter):
