@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from rl.serve.answers import JsonAnswer
 from rl.serve.desk import Desk
 from rl.serve.refusals import Refused, told
 from rl.serve.settings import LOCAL, owner_of
+from rl.serve.shares import check_share
 
 log = logging.getLogger("whetstone.serve")
 
@@ -80,6 +82,7 @@ class Guard:
         self.app = app
         self.desk = desk
         self.open = 0
+        self._open_of: Counter[str | None] = Counter()  # by owner; None: those without a key, which are refused at once
         self._keys = [(key.encode(), owner_of(key)) for key in desk.settings.keys]
         desk.tally.gauges["open_requests"] = lambda: float(self.open)
 
@@ -94,23 +97,42 @@ class Guard:
                 seen["status"] = message["status"]
             await send(message)
 
+        owner = self._owner_of(scope)
         self.open += 1
+        self._open_of[owner] += 1
         try:
-            await self._answer(scope, receive, noting)
+            await self._answer(scope, receive, noting, owner)
         finally:
             self.open -= 1
+            self._open_of[owner] -= 1
+            if not self._open_of[owner]:
+                del self._open_of[owner]
             self._note(scope, seen["status"], time.perf_counter() - begin)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _owner_of(self, scope: Scope) -> str | None:
+        """Whose request it is; None where it lacks a key that it needs."""
+        without_key = scope["path"] in OPEN_PATHS or scope["path"].startswith(LINKS)
+        return LOCAL if not self._keys or without_key else self._owner(dict(scope["headers"]))
+
+    def _refusal(self, owner: str) -> Refused | None:
+        """Why one more open request of that owner is not answered."""
+        limit, total, mine = self.desk.settings.limits.open_requests, self.open - 1, self._open_of[owner] - 1
+        if total >= limit:
+            return Refused(503, "too many requests are open: try again", retry_after=1.0)
+        try:
+            check_share("open requests (--open-requests)", limit, total, mine, len(self._keys) > 1, retry_after=1.0)
+        except Refused as refused:
+            return refused
+        return None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, owner: str | None) -> None:
         headers = dict(scope["headers"])
         limits = self.desk.settings.limits
-        without_key = scope["path"] in OPEN_PATHS or scope["path"].startswith(LINKS)
-        owner = LOCAL if not self._keys or without_key else self._owner(headers)
         if owner is None:
             await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(scope, receive, send)
             return
-        if self.open > limits.open_requests:
-            await refusal(503, "too many requests are open: try again", 1.0)(scope, receive, send)
+        if (refused := self._refusal(owner)) is not None:
+            await refusal(refused.status, refused.message, refused.retry_after)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > limits.body_bytes:

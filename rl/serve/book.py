@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 from rl.clients import SamplingClient, TrainingClient
 from rl.ranks import checkpoint
 from rl.serve.refusals import Refused
-from rl.serve.settings import Limits, ServedBase
+from rl.serve.settings import LOCAL, Limits, ServedBase
+from rl.serve.shares import check_share, surplus
 from rl.serve.turns import Job
 
 KINDS = ("weights", "sampler_weights", "external_weights")
@@ -94,6 +95,13 @@ class Sampler:
     used: float = field(default_factory=time.monotonic)
 
 
+def tenant_of(thing: Session | Model | Sampler) -> str:
+    """Return in whose part something is counted: its key's, or its session's where the server has no keys."""
+    if thing.owner != LOCAL:
+        return thing.owner
+    return thing.session_id if isinstance(thing, Session) else thing.session
+
+
 class Book:
     """All of it by id. To an owner, what is another's does not exist."""
 
@@ -103,13 +111,14 @@ class Book:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
+        self.others: Callable[[str], bool] = lambda tenant: False  # whether there are more tenants than this one
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
     def open_session(self, owner: str, user_metadata: dict[str, str], display_name: str | None) -> Session:
-        alive = sum(session.finished is None for session in list(self.sessions.values()))
-        if alive >= self.limits.sessions:
-            raise Refused(429, f"{alive} sessions are alive, the most that this server takes: close one, or try again", retry_after=5.0)
+        alive = [session.owner for session in list(self.sessions.values()) if session.finished is None]
+        others = owner != LOCAL and self.others(owner)  # without keys all sessions are one tenant's
+        check_share("sessions that are alive (--sessions)", self.limits.sessions, len(alive), alive.count(owner), others)
         session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
         try:
             self.keep(session)
@@ -135,10 +144,10 @@ class Book:
     # ---------------------------------------------------------------------------------------------- models and samplers
 
     def add_model(self, session: Session, seq: int, base: ServedBase, user_metadata: dict[str, str]) -> Model:
-        alive = sum(self.sessions[model.session].finished is None for model in list(self.models.values()))
-        if alive >= self.limits.models:
-            text = f"there are {alive} training clients in sessions that are alive, the most that this server takes (--models)"
-            raise Refused(429, text, retry_after=5.0)
+        models = [model for model in list(self.models.values()) if self.sessions[model.session].finished is None]
+        mine = sum(tenant_of(model) == tenant_of(session) for model in models)
+        what = "training clients in sessions that are alive (--models)"
+        check_share(what, self.limits.models, len(models), mine, self.others(tenant_of(session)))
         model_id = f"{session.session_id}:train:{seq}"
         folder = self.root / session.session_id / f"train-{seq}"
         words = {**session.user_metadata, **user_metadata}
@@ -158,6 +167,18 @@ class Book:
         if sampler is None or sampler.owner != owner:
             raise Refused(404, f"there is no sampling session {sampler_id[:80]!r}")
         sampler.used = time.monotonic()
+        return sampler
+
+    def add_sampler(self, sampler: Sampler) -> Sampler:
+        """Note a sampling session, and forget the oldest ones of whoever has most of them beyond `limits.samplers`."""
+        self.samplers[sampler.sampler_id] = sampler
+        count = len(self.samplers) - self.limits.samplers
+        if count > 0:
+            by_use = sorted(list(self.samplers.values()), key=lambda one: one.used)
+            holders = {one.sampler_id: tenant_of(one) for one in by_use}
+            for sampler_id in surplus(holders, list(holders), count):
+                if sampler_id != sampler.sampler_id:
+                    self.samplers.pop(sampler_id).client = None
         return sampler
 
     def models_of(self, owner: str) -> list[Model]:

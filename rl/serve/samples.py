@@ -51,7 +51,8 @@ class Samples:
         known = self.book.samplers.get(sampler_id)
         if known is not None and (known.base, known.path) != (base, folder):
             raise Refused(400, f"there is a sampling session {sampler_id} already, of other weights")
-        self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, session.owner, session.session_id, base, folder))
+        if known is None:
+            self.book.add_sampler(Sampler(sampler_id, session.owner, session.session_id, base, folder))
         return JsonAnswer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def join_sampling_session(self, request: Request) -> Response:

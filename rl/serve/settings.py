@@ -42,6 +42,7 @@ class Limits:
     sessions: int = 256
     models: int = 64  # training clients of all sessions, in memory or written out
     models_in_memory: int = 8
+    samplers: int = 4096  # sampling sessions; beyond, the oldest of whoever has most are forgotten
     samplers_in_memory: int = 64
     poll_seconds: float = 25.0  # the longest that a poll is held; the SDK gives up after 45
     result_seconds: float = 3600.0  # how long an answer is kept that nobody asked for

@@ -12,11 +12,12 @@ from typing import Any
 from rl.clients import SamplingClient, TrainingClient, drop_gradients, in_parts
 from rl.errors import UserError
 from rl.ranks import checkpoint
-from rl.serve.book import LIVE, Book, Model, Sampler, Session
+from rl.serve.book import LIVE, Book, Model, Sampler, Session, tenant_of
 from rl.serve.desk import Desk
 from rl.serve.promises import Promise
 from rl.serve.refusals import Interrupted, Refused
 from rl.serve.settings import ServedBase
+from rl.serve.shares import surplus
 from rl.serve.turns import Job
 from rl.types import AdamParams, Datum
 
@@ -34,7 +35,7 @@ class Tenants:
         self.desk = desk
         self.book = book
         self._saved: OrderedDict[Path, SamplingClient] = OrderedDict()
-        desk.turns.others = self.others
+        desk.turns.others = book.others = self.others
         desk.tally.gauges["models"] = self._where
         desk.tally.gauges["samplers"] = lambda: float(len(book.samplers))
         desk.tally.gauges["sessions"] = lambda: float(sum(session.finished is None for session in book.sessions.values()))
@@ -143,10 +144,12 @@ class Tenants:
         return model.client
 
     def _make_room(self) -> None:
-        """Writes out the least recently used until one more fits. One with a gradient, or at work, stays."""
+        """Write out the least recently used model of the tenant that holds most, until one more fits. One with a gradient stays."""
         held = [model for model in list(self.book.models.values()) if model.client is not None]
         idle = sorted((model for model in held if not model.gradient and not model.busy), key=lambda model: model.used)
-        for model in idle[: max(0, len(held) + 1 - self.desk.settings.limits.models_in_memory)]:
+        tenants = {model.model_id: tenant_of(model) for model in idle}
+        count = len(held) + 1 - self.desk.settings.limits.models_in_memory
+        for model in [self.book.models[name] for name in surplus(tenants, list(tenants), count)]:
             self.write_out(model)
             self.let_go(model)
             self.desk.tally.add("written_out_total", which="written_out")
@@ -280,7 +283,7 @@ class Tenants:
     def snapshot(self, model: Model, sampler: Sampler) -> Steps:
         yield
         sampler.client = self.client_of(model).save_weights_and_get_sampling_client().result()
-        self.book.samplers[sampler.sampler_id] = sampler
+        self.book.add_sampler(sampler)
         self._forget_samplers()
         return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
 
@@ -313,8 +316,9 @@ class Tenants:
 
     def _forget_samplers(self) -> None:
         held = sorted((one for one in list(self.book.samplers.values()) if one.client is not None), key=lambda one: one.used)
-        for sampler in held[: max(0, len(held) - self.desk.settings.limits.samplers_in_memory)]:
-            sampler.client = None
+        tenants = {sampler.sampler_id: tenant_of(sampler) for sampler in held}
+        for name in surplus(tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory):
+            self.book.samplers[name].client = None
 
     def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
         """A resolver of the desk: a sampling session's id, or a tinker:// path."""
@@ -326,7 +330,9 @@ class Tenants:
         found, folder = self.book.folder_of(model, owner)
         ids: Sequence[str] = [one.sampler_id for one in list(self.book.samplers.values()) if one.path == folder and one.owner == owner]
         sampler_id = ids[0] if ids else f"{found.model_id}:{folder.parent.name}:{folder.name}"
-        sampler = self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, owner, found.session, found.base, folder))
+        sampler = self.book.samplers.get(sampler_id)
+        if sampler is None:
+            sampler = self.book.add_sampler(Sampler(sampler_id, owner, found.session, found.base, folder))
         return lambda: self.sampling_client(sampler)
 
     def names(self, owner: str) -> list[tuple[str, ServedBase]]:
