@@ -22,11 +22,11 @@ from rl.serve.desk import Desk
 from rl.serve.refusals import Refused, told
 from rl.serve.settings import LOCAL, owner_of
 from rl.serve.shares import check_share
+from rl.serve.time_limits import Receive, bounded
 
 log = logging.getLogger("whetstone.serve")
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")  # to be asked without a key
@@ -52,6 +52,8 @@ def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
 def refusal(status: int, message: str, retry_after: float | None = None) -> JsonAnswer:
     """An error in a form that both protocols' clients show."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
+    if status == 408:
+        headers["connection"] = "close"  # the rest of the body is not waited for
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"detail": message, "error": {"message": message, "type": kind, "param": None, "code": status}}
     return JsonAnswer(body, status_code=status, headers=headers)
@@ -140,7 +142,7 @@ class Guard:
             return
         scope.setdefault("state", {})["owner"] = owner
         with contextlib.suppress(Exception):  # `_broken` has answered and noted it, and Starlette raises it once more
-            await self.app(scope, _bounded(receive, limits.body_bytes), send)
+            await self.app(scope, bounded(receive, limits.body_bytes, limits.body_seconds), send)
 
     def _owner(self, headers: dict[bytes, bytes]) -> str | None:
         """Whose key it is, None for nobody's. Compares with every key, each in constant time."""
@@ -159,21 +161,6 @@ class Guard:
         owner = scope.get("state", {}).get("owner", "")
         fields = {"method": scope["method"], "path": shown_path(scope["path"]), "status": status, "ms": round(seconds * 1e3, 1), "owner": owner}
         log.info("request", extra=fields)
-
-
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """`receive` that raises Refused (413) once more than `limit` bytes have come."""
-    got = 0
-
-    async def counted() -> MutableMapping[str, Any]:
-        nonlocal got
-        message = await receive()
-        got += len(message.get("body", b""))
-        if got > limit:
-            raise Refused(413, f"a body may have {limit} bytes here: send less at once")
-        return message
-
-    return counted
 
 
 def shown_path(path: str) -> str:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -108,6 +109,7 @@ class Book:
     def __init__(self, output_dir: Path, limits: Limits):
         self.root = Path(output_dir)
         self.limits = limits
+        self._opening = threading.Lock()
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
@@ -116,17 +118,18 @@ class Book:
     # -------------------------------------------------------------------------------------------------------- sessions
 
     def open_session(self, owner: str, user_metadata: dict[str, str], display_name: str | None) -> Session:
-        alive = [session.owner for session in list(self.sessions.values()) if session.finished is None]
-        others = owner != LOCAL and self.others(owner)  # without keys all sessions are one tenant's
-        check_share("sessions that are alive (--sessions)", self.limits.sessions, len(alive), alive.count(owner), others)
-        session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
-        try:
-            self.keep(session)
-        except BaseException:
-            shutil.rmtree(self.root / session.session_id, ignore_errors=True)
-            raise
-        self.sessions[session.session_id] = session
-        return session
+        with self._opening:
+            alive = [session.owner for session in list(self.sessions.values()) if session.finished is None]
+            others = owner != LOCAL and self.others(owner)  # without keys all sessions are one tenant's
+            check_share("sessions that are alive (--sessions)", self.limits.sessions, len(alive), alive.count(owner), others)
+            session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
+            try:
+                self.keep(session)
+            except BaseException:
+                shutil.rmtree(self.root / session.session_id, ignore_errors=True)
+                raise
+            self.sessions[session.session_id] = session
+            return session
 
     def keep(self, session: Session) -> None:
         """Writes what is known of a session, whole or not at all."""

@@ -27,7 +27,7 @@ from rl.types import (
 )
 
 _NUMPY: dict[int, np.dtype[Any]] = {wire.FLOAT32: np.dtype("<f4"), wire.INT64: np.dtype("<i8"), wire.INT32: np.dtype("<i4")}
-_CELLS = 2**28  # of all tensors in compressed form of one request, which are filled up: 1 or 2 GiB
+_CELLS, _CELLS_EACH = 2**22, 256  # of all tensors in compressed form of one request, which are filled up; more for each value sent
 _NO_LOGPROB = -99999.0  # in a cell of top-k that holds nothing
 
 
@@ -80,11 +80,17 @@ def _array(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def check_cells(data: Sequence[Any]) -> None:
-    """BadRequestError where tensors in compressed form would fill more than `_CELLS` together: a few bytes can ask for any memory."""
+    """BadRequestError where tensors in compressed form would fill more than `_CELLS` and so many for each value: a few bytes could ask for any memory."""
     tensors = [one for message in data for one in message.loss_fn_inputs.values() if one.WhichOneof("encoding") == "sparse_csr"]
     cells = sum(math.prod(max(n, 0) for n in one.shape) for one in tensors)
-    if cells > _CELLS:
-        raise BadRequestError(f"tensors in compressed form come to {cells} cells, and one request may have {_CELLS}: send less at once")
+    _check_cells(cells, sum(len(one.sparse_csr.col_indices) // 8 for one in tensors))
+
+
+def _check_cells(cells: int, values: int) -> None:
+    most = _CELLS + _CELLS_EACH * values
+    if cells > most:
+        text = f"tensors in compressed form come to {cells} cells with {values} values, and {most} are the most for these"
+        raise BadRequestError(f"{text}: send less at once, or send them dense")
 
 
 def tensor(name: str, message: Any) -> TensorData:
@@ -268,8 +274,9 @@ def targets(given: Mapping[str, Any] | None) -> TensorData | None:
         if crow is None and columns is None:
             return TensorData(given.get("data"), "int64", shape)
         values = np.asarray(given.get("data"), np.int64)
-        if not isinstance(shape, list) or math.prod(shape) > 2**28:
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"the shape {shape!r:.80}")
+        _check_cells(math.prod(shape), values.size)
         # what is not listed is 0 once it is filled up: so values are moved up by one, and down again
         return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)
     except (ValueError, TypeError, OverflowError, IndexError) as error:

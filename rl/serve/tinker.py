@@ -85,7 +85,8 @@ class Tinker:
 
     async def create_session(self, request: Request) -> Response:
         body = await Body.of(request)
-        session = self.book.open_session(request.state.owner, body.words("user_metadata"), body.maybe("display_name", str))
+        owner, words, name = request.state.owner, body.words("user_metadata"), body.maybe("display_name", str)
+        session = await asyncio.to_thread(self.book.open_session, owner, words, name)
         return JsonAnswer({"type": "create_session", "session_id": session.session_id})
 
     async def heartbeat(self, request: Request) -> Response:
@@ -160,9 +161,14 @@ class Tinker:
 
     # ---------------------------------------------------------------------------------------- requests with a number
 
-    def _ask(self, model: Model, seq: int, what: str, raw: bytes, work: Callable[[], Generator[None, None, Any]]) -> Response:
-        """Takes a model's request once, whatever number of times it comes. What is wrong with its values is its answer."""
-        request_id, digest, size = f"{model.model_id}:{seq}", digest_of(what.encode(), raw), len(raw)
+    def _ask(
+        self, model: Model, seq: int, what: str, raw: bytes, work: Callable[[], Generator[None, None, Any]], size: int | None = None
+    ) -> Response:
+        """Takes a model's request once, whatever number of times it comes. What is wrong with its values is its answer.
+
+        `raw`: its body, or a digest of it with the body's `size`.
+        """
+        request_id, digest, size = f"{model.model_id}:{seq}", digest_of(what.encode(), raw), len(raw) if size is None else size
         if self.desk.ending:
             raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
         if self.promises.known(request_id, digest) is None:
@@ -178,7 +184,11 @@ class Tinker:
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             raise Refused(415, f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker")
         encoding, most = request.headers.get("content-encoding", ""), self.desk.settings.limits.body_bytes
-        message = await asyncio.to_thread(lambda: wire.parse("ForwardBackwardRequest", expanded(raw, encoding, most)))
+        def parse() -> tuple[Any, bytes, int]:
+            body = expanded(raw, encoding, most)
+            return wire.parse("ForwardBackwardRequest", body), digest_of(raw), len(body)
+
+        message, digest, size = await asyncio.to_thread(parse)
         model = self.book.model(message.model_id, request.state.owner)
         if message.seq_id < 1:
             raise Refused(400, f"seq_id is at least 1, got {message.seq_id}")
@@ -192,7 +202,7 @@ class Tinker:
             return [convert.datum(one) for one in message.data], message.loss_fn, convert.loss_config(message)
 
         what = "forward_backward" if backward else "forward"
-        return self._ask(model, message.seq_id, what, raw, lambda: self.tenants.forward_backward(model, read, backward))
+        return self._ask(model, message.seq_id, what, digest, lambda: self.tenants.forward_backward(model, read, backward), size)
 
     async def optim_step(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -259,7 +269,7 @@ class Tinker:
 
             return self._ask(model, seq, "load_weights", await request.body(), lambda: _late(work))
         session = self.book.session(body.text("session_id"), owner)
-        source, folder = self.book.folder_of(path, owner, kinds=kinds)
+        source, folder = await asyncio.to_thread(lambda: self.book.folder_of(path, owner, kinds=kinds))
         base = source.base if body.maybe("base_model", str) is None else self.desk.settings.base(body.text("base_model"))
         optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
         if optimizer != "adamw":
