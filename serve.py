@@ -23,14 +23,20 @@ parser.add_argument("--durable", action="store_true", help="write each model aft
 parser.add_argument("--sampler-tp", type=int, default=1, metavar="K",
                     help="under accelerate launch: so many processes of a machine hold the weights together (default 1)")  # fmt: skip
 parser.add_argument("--renderer", help="how chat is turned into tokens (default: the model's own chat template)")
-limits = parser.add_argument_group("limits")
+parser.add_argument("--stop-grace", type=float, default=60.0, metavar="SECONDS",
+                    help="from SIGTERM to the end, at most: what runs is finished, and models are written (default 60)")  # fmt: skip
+limits = parser.add_argument_group("limits", "each of several tenants has half of what the others leave")
 limits.add_argument("--body-bytes", type=int, help="of one request (default 256 MiB)")
+limits.add_argument("--header-seconds", type=float, help="for a request's line and headers to come (default 20)")
+limits.add_argument("--body-seconds", type=float, help="for its body to come, and 1 more for every 64 KiB (default 60)")
+limits.add_argument("--held-bytes", type=int, help="of requests that wait and of answers that are kept (default 1 GiB)")
 limits.add_argument("--open-requests", type=int, help="answered at once (default 2048)")
-limits.add_argument("--queued", type=int, help="requests that wait (default 4096); each of several tenants: half of what the others leave")
+limits.add_argument("--queued", type=int, help="requests that wait (default 4096)")
 limits.add_argument("--tokens", type=int, help="of one request (default 4000000)")
 limits.add_argument("--sessions", type=int, help="alive at once (default 256)")
 limits.add_argument("--models", type=int, help="training clients, in memory or written out (default 64)")
 limits.add_argument("--models-in-memory", type=int, help="the least recently used is written out and read back (default 8)")
+limits.add_argument("--samplers", type=int, help="sampling sessions; the oldest of whoever has most are forgotten (default 4096)")
 limits.add_argument("--samplers-in-memory", type=int, help="sampling sessions whose weights are held (default 64)")
 limits.add_argument("--session-seconds", type=float, help="without a heartbeat until a session's memory is given back (default 900)")
 

@@ -70,6 +70,10 @@ int rename(const char *from, const char *to) {
     GUARD(RENAME, )
     return NEXT(rename)(from, to);
 }
+int renameat2(int from_folder, const char *from, int to_folder, const char *to, unsigned flags) {
+    GUARD(RENAME, )
+    return NEXT(renameat2)(from_folder, from, to_folder, to, flags);
+}
 int unlink(const char *path) {
     GUARD(REMOVE, )
     return NEXT(unlink)(path);

@@ -16,7 +16,7 @@ from rl.images import reader_of
 from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.serve import wire
-from rl.serve.promises import Promise
+from rl.serve.promises import Promise, Promises
 from rl.serve.tenants import end_session
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
@@ -566,7 +566,7 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
 
     async def asked_twice():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
-        promise = Promise("one", "owner", "sample")
+        promise = Promises(60.0).add(Promise("one", "owner", "sample"))
         asked = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
         await asyncio.sleep(0)
         promise.done.set_exception(ValueError("told"))

@@ -49,7 +49,7 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         wires, other = Wire(one), Wire(one)
         wires.open()
         full = other.http.post("/api/v1/create_session", json={"tags": []})
-        assert full.status_code == 429 and "1 sessions are alive" in full.text and float(full.headers["retry-after"]) > 0
+        assert full.status_code == 429 and "--sessions" in full.text and float(full.headers["retry-after"]) > 0
         model = wires.model()
         body = {"session_id": wires.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 4}}
         full = wires.http.post("/api/v1/create_model", json=body)

@@ -13,6 +13,7 @@ from rl.clients.settings import SamplerSettings, WorkerSettings
 from rl.clients.slices import Slice
 from rl.clients.stream import SampleStream
 from rl.clients.training import TrainingClient
+from rl.clients.versions import max_context
 
 __all__ = [
     "APIFuture",
@@ -32,6 +33,7 @@ __all__ = [
     "WorkerSettings",
     "drop_gradients",
     "in_parts",
+    "max_context",
     "names_nearest",
     "prove",
 ]

@@ -71,6 +71,11 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         """An extension: whether the weights are where they are drawn from (or will never be: `version` raises why)."""
         return self._created.done()
 
+    @property
+    def failed(self) -> bool:
+        """An extension: whether the weights could not be loaded."""
+        return self._created.done() and self._created.exception() is not None
+
     def when_there(self, call: Callable[[], object]) -> None:
         """An extension: calls `call` once they are, from another thread."""
         self._created.add_done_callback(lambda _: call())

@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -20,14 +21,16 @@ from rl.serve.answers import JsonAnswer
 from rl.serve.desk import Desk
 from rl.serve.refusals import Refused, told
 from rl.serve.settings import LOCAL, owner_of
+from rl.serve.shares import check_share
+from rl.serve.time_limits import Receive, bounded
 
 log = logging.getLogger("whetstone.serve")
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")  # to be asked without a key
+LINKS = "/api/v1/files/"  # what follows is signed: whoever has a link needs no key
 
 
 def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
@@ -49,6 +52,8 @@ def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
 def refusal(status: int, message: str, retry_after: float | None = None) -> JsonAnswer:
     """An error in a form that both protocols' clients show."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
+    if status == 408:
+        headers["connection"] = "close"  # the rest of the body is not waited for
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"detail": message, "error": {"message": message, "type": kind, "param": None, "code": status}}
     return JsonAnswer(body, status_code=status, headers=headers)
@@ -61,14 +66,14 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return refusal(error.status_code, f"{request.method} {shown_path(request.url.path)}: {error.detail}")
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     message, category = told(error, "the request")
     if category == "user":
         return refusal(400, message)
-    log.error("a request failed", extra={"path": request.url.path, "error": type(error).__name__}, exc_info=error)
+    log.error("a request failed", extra={"path": shown_path(request.url.path), "error": type(error).__name__}, exc_info=error)
     return refusal(500, message)
 
 
@@ -79,6 +84,7 @@ class Guard:
         self.app = app
         self.desk = desk
         self.open = 0
+        self._open_of: Counter[str | None] = Counter()  # by owner; None: those without a key, which are refused at once
         self._keys = [(key.encode(), owner_of(key)) for key in desk.settings.keys]
         desk.tally.gauges["open_requests"] = lambda: float(self.open)
 
@@ -93,22 +99,42 @@ class Guard:
                 seen["status"] = message["status"]
             await send(message)
 
+        owner = self._owner_of(scope)
         self.open += 1
+        self._open_of[owner] += 1
         try:
-            await self._answer(scope, receive, noting)
+            await self._answer(scope, receive, noting, owner)
         finally:
             self.open -= 1
+            self._open_of[owner] -= 1
+            if not self._open_of[owner]:
+                del self._open_of[owner]
             self._note(scope, seen["status"], time.perf_counter() - begin)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _owner_of(self, scope: Scope) -> str | None:
+        """Whose request it is; None where it lacks a key that it needs."""
+        without_key = scope["path"] in OPEN_PATHS or scope["path"].startswith(LINKS)
+        return LOCAL if not self._keys or without_key else self._owner(dict(scope["headers"]))
+
+    def _refusal(self, owner: str) -> Refused | None:
+        """Why one more open request of that owner is not answered."""
+        limit, total, mine = self.desk.settings.limits.open_requests, self.open - 1, self._open_of[owner] - 1
+        if total >= limit:
+            return Refused(503, "too many requests are open: try again", retry_after=1.0)
+        try:
+            check_share("open requests (--open-requests)", limit, total, mine, len(self._keys) > 1, retry_after=1.0)
+        except Refused as refused:
+            return refused
+        return None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, owner: str | None) -> None:
         headers = dict(scope["headers"])
         limits = self.desk.settings.limits
-        owner = LOCAL if not self._keys or scope["path"] in OPEN_PATHS else self._owner(headers)
         if owner is None:
             await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(scope, receive, send)
             return
-        if self.open > limits.open_requests:
-            await refusal(503, "too many requests are open: try again", 1.0)(scope, receive, send)
+        if (refused := self._refusal(owner)) is not None:
+            await refusal(refused.status, refused.message, refused.retry_after)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > limits.body_bytes:
@@ -116,7 +142,7 @@ class Guard:
             return
         scope.setdefault("state", {})["owner"] = owner
         with contextlib.suppress(Exception):  # `_broken` has answered and noted it, and Starlette raises it once more
-            await self.app(scope, _bounded(receive, limits.body_bytes), send)
+            await self.app(scope, bounded(receive, limits.body_bytes, limits.body_seconds), send)
 
     def _owner(self, headers: dict[bytes, bytes]) -> str | None:
         """Whose key it is, None for nobody's. Compares with every key, each in constant time."""
@@ -133,23 +159,16 @@ class Guard:
         self.desk.tally.add("requests_total", route=route, status=str(status))
         self.desk.tally.add("request_seconds_total", seconds, route=route)
         owner = scope.get("state", {}).get("owner", "")
-        fields = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1), "owner": owner}
+        fields = {"method": scope["method"], "path": shown_path(scope["path"]), "status": status, "ms": round(seconds * 1e3, 1), "owner": owner}
         log.info("request", extra=fields)
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """`receive` that raises Refused (413) once more than `limit` bytes have come."""
-    got = 0
-
-    async def counted() -> MutableMapping[str, Any]:
-        nonlocal got
-        message = await receive()
-        got += len(message.get("body", b""))
-        if got > limit:
-            raise Refused(413, f"a body may have {limit} bytes here: send less at once")
-        return message
-
-    return counted
+def shown_path(path: str) -> str:
+    """Return a path for the log. A link's signature, which is as good as a key, is left out."""
+    if not path.startswith(LINKS):
+        return path[:200]
+    expires, _, rest = path.removeprefix(LINKS).partition("/")
+    return f"{LINKS}{expires}/.../{rest.partition('/')[2]}"[:200]
 
 
 class JsonLines(logging.Formatter):

@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from typing import Any
 from rl.clients import SamplingClient, TrainingClient
 from rl.ranks import checkpoint
 from rl.serve.refusals import Refused
-from rl.serve.settings import Limits, ServedBase
+from rl.serve.settings import LOCAL, Limits, ServedBase
+from rl.serve.shares import check_share, surplus
 from rl.serve.turns import Job
 
 KINDS = ("weights", "sampler_weights", "external_weights")
@@ -61,6 +65,7 @@ class Model:
     waiting: dict[int, Job] = field(default_factory=dict)  # that came before their turn
     ran: int = 0  # the number of the request that was begun last
     last: dict[str, Any] | None = None  # the last update's number and answer
+    lost: str | None = None  # why there is no gradient where one was accumulated
     failed: str | None = None  # why an update would be on half of what was meant
     gradient: bool = False  # something is accumulated
     busy: bool = False  # a request of it has begun
@@ -91,34 +96,44 @@ class Sampler:
     used: float = field(default_factory=time.monotonic)
 
 
+def tenant_of(thing: Session | Model | Sampler) -> str:
+    """Return in whose part something is counted: its key's, or its session's where the server has no keys."""
+    if thing.owner != LOCAL:
+        return thing.owner
+    return thing.session_id if isinstance(thing, Session) else thing.session
+
+
 class Book:
     """All of it by id. To an owner, what is another's does not exist."""
 
     def __init__(self, output_dir: Path, limits: Limits):
         self.root = Path(output_dir)
         self.limits = limits
+        self._opening = threading.Lock()
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
+        self.others: Callable[[str], bool] = lambda tenant: False  # whether there are more tenants than this one
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
     def open_session(self, owner: str, user_metadata: dict[str, str], display_name: str | None) -> Session:
-        alive = sum(session.finished is None for session in list(self.sessions.values()))
-        if alive >= self.limits.sessions:
-            raise Refused(429, f"{alive} sessions are alive, the most that this server takes: close one, or try again", retry_after=5.0)
-        session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
-        self.sessions[session.session_id] = session
-        self.keep(session)
-        return session
+        with self._opening:
+            alive = [session.owner for session in list(self.sessions.values()) if session.finished is None]
+            others = owner != LOCAL and self.others(owner)  # without keys all sessions are one tenant's
+            check_share("sessions that are alive (--sessions)", self.limits.sessions, len(alive), alive.count(owner), others)
+            session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
+            try:
+                self.keep(session)
+            except BaseException:
+                shutil.rmtree(self.root / session.session_id, ignore_errors=True)
+                raise
+            self.sessions[session.session_id] = session
+            return session
 
     def keep(self, session: Session) -> None:
         """Writes what is known of a session, whole or not at all."""
-        folder = self.root / session.session_id
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / "session.json.partial"
-        aside.write_text(json.dumps(session.note(), indent=1))
-        os.replace(aside, folder / "session.json")
+        write_whole(self.root / session.session_id / "session.json", session.note())
 
     def session(self, session_id: str, owner: str, *, alive: bool = True) -> Session:
         session = self.sessions.get(session_id)
@@ -132,10 +147,10 @@ class Book:
     # ---------------------------------------------------------------------------------------------- models and samplers
 
     def add_model(self, session: Session, seq: int, base: ServedBase, user_metadata: dict[str, str]) -> Model:
-        alive = sum(self.sessions[model.session].finished is None for model in list(self.models.values()))
-        if alive >= self.limits.models:
-            text = f"there are {alive} training clients in sessions that are alive, the most that this server takes (--models)"
-            raise Refused(429, text, retry_after=5.0)
+        models = [model for model in list(self.models.values()) if self.sessions[model.session].finished is None]
+        mine = sum(tenant_of(model) == tenant_of(session) for model in models)
+        what = "training clients in sessions that are alive (--models)"
+        check_share(what, self.limits.models, len(models), mine, self.others(tenant_of(session)))
         model_id = f"{session.session_id}:train:{seq}"
         folder = self.root / session.session_id / f"train-{seq}"
         words = {**session.user_metadata, **user_metadata}
@@ -155,6 +170,18 @@ class Book:
         if sampler is None or sampler.owner != owner:
             raise Refused(404, f"there is no sampling session {sampler_id[:80]!r}")
         sampler.used = time.monotonic()
+        return sampler
+
+    def add_sampler(self, sampler: Sampler) -> Sampler:
+        """Note a sampling session, and forget the oldest ones of whoever has most of them beyond `limits.samplers`."""
+        self.samplers[sampler.sampler_id] = sampler
+        count = len(self.samplers) - self.limits.samplers
+        if count > 0:
+            by_use = sorted(list(self.samplers.values()), key=lambda one: one.used)
+            holders = {one.sampler_id: tenant_of(one) for one in by_use}
+            for sampler_id in surplus(holders, list(holders), count):
+                if sampler_id != sampler.sampler_id:
+                    self.samplers.pop(sampler_id).client = None
         return sampler
 
     def models_of(self, owner: str) -> list[Model]:
@@ -201,7 +228,12 @@ class Book:
         """What an earlier server left in the folder: sessions, models as they were last written, paths."""
         for path in sorted(self.root.iterdir()):
             file = path / "session.json"
-            if not _SESSION.fullmatch(path.name) or path.is_symlink() or not file.is_file():
+            if not _SESSION.fullmatch(path.name) or path.is_symlink():
+                continue
+            if not file.is_file():  # an earlier server was killed while it made this session, which it never answered
+                (path / "session.json.partial").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.rmdir()
                 continue
             fields = json.loads(file.read_text())
             session = self.sessions[path.name] = Session(**fields)
@@ -218,6 +250,7 @@ class Book:
         model = Model(model_id, session.owner, session.session_id, folder, base, noted["user_metadata"], lora_rank=noted["lora_rank"])
         model.resumed = True
         checkpoint.bring_back(model.live)
+        checkpoint.remove_leftovers(folder)
         if (model.live / checkpoint.MANIFEST).is_file():
             state = checkpoint.read_state(model.live)["metadata"]
             model.next_seq, model.failed, model.written, model.last = state["next_seq"], state["failed"], True, state["last"]
@@ -227,8 +260,34 @@ class Book:
     @staticmethod
     def keep_model(model: Model) -> None:
         """Writes what a model is, so that its paths are known to a later server."""
-        model.folder.mkdir(parents=True, exist_ok=True)
         noted = {"base": model.base.name, "user_metadata": model.user_metadata, "lora_rank": model.lora_rank}
-        aside = model.folder / "model.json.partial"
-        aside.write_text(json.dumps(noted, indent=1))
-        os.replace(aside, model.folder / "model.json")
+        write_whole(model.folder / "model.json", noted)
+
+    def forget_model(self, model: Model, with_files: bool) -> None:
+        """Remove a model that could not be made. `with_files`: its folder too."""
+        self.models.pop(model.model_id, None)
+        if with_files:
+            shutil.rmtree(model.folder, ignore_errors=True)
+
+    @staticmethod
+    def live_state(model: Model) -> dict[str, Any] | None:
+        """Return what was noted of a model when it was written out last; None if it never was."""
+        checkpoint.bring_back(model.live)
+        if not (model.live / checkpoint.MANIFEST).is_file():
+            return None
+        return dict(checkpoint.glance(model.live)["metadata"])
+
+
+def write_whole(file: Path, fields: dict[str, Any]) -> None:
+    """Write JSON to `file`, whole or not at all, and make its folder. Nothing partial is left behind if writing fails."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.partial")
+    try:
+        with aside.open("w") as handle:
+            handle.write(json.dumps(fields, indent=1))
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(aside, file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

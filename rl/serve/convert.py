@@ -20,13 +20,14 @@ from rl.types import (
     ModelInput,
     PromptProvenanceSpan,
     SampledProvenanceSpan,
+    SampledSequence,
     SampleResponse,
     SamplingParams,
     TensorData,
 )
 
 _NUMPY: dict[int, np.dtype[Any]] = {wire.FLOAT32: np.dtype("<f4"), wire.INT64: np.dtype("<i8"), wire.INT32: np.dtype("<i4")}
-_CELLS = 2**28  # of all tensors in compressed form of one request, which are filled up: 1 or 2 GiB
+_CELLS, _CELLS_EACH = 2**22, 256  # of all tensors in compressed form of one request, which are filled up; more for each value sent
 _NO_LOGPROB = -99999.0  # in a cell of top-k that holds nothing
 
 
@@ -79,11 +80,17 @@ def _array(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def check_cells(data: Sequence[Any]) -> None:
-    """BadRequestError where tensors in compressed form would fill more than `_CELLS` together: a few bytes can ask for any memory."""
+    """BadRequestError where tensors in compressed form would fill more than `_CELLS` and so many for each value: a few bytes could ask for any memory."""
     tensors = [one for message in data for one in message.loss_fn_inputs.values() if one.WhichOneof("encoding") == "sparse_csr"]
     cells = sum(math.prod(max(n, 0) for n in one.shape) for one in tensors)
-    if cells > _CELLS:
-        raise BadRequestError(f"tensors in compressed form come to {cells} cells, and one request may have {_CELLS}: send less at once")
+    _check_cells(cells, sum(len(one.sparse_csr.col_indices) // 8 for one in tensors))
+
+
+def _check_cells(cells: int, values: int) -> None:
+    most = _CELLS + _CELLS_EACH * values
+    if cells > most:
+        text = f"tensors in compressed form come to {cells} cells with {values} values, and {most} are the most for these"
+        raise BadRequestError(f"{text}: send less at once, or send them dense")
 
 
 def tensor(name: str, message: Any) -> TensorData:
@@ -183,6 +190,49 @@ def output_json(output: ForwardBackwardOutput) -> dict[str, Any]:
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}
 
 
+def read_outputs(body: bytes) -> ForwardBackwardOutput:
+    """Read what `forward_backward_output` wrote."""
+    message = wire.parse("ForwardBackwardOutput", body)
+    rows: list[dict[str, TensorData]] = []
+    for record in message.loss_fn_outputs:
+        run: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
+        for name, tensors in record.fields.items():
+            offsets = np.frombuffer(tensors.offsets, "<i8").tolist()
+            for row, begin, end in zip(run, offsets[:-1], offsets[1:], strict=True):
+                array = np.frombuffer(tensors.data[begin:end], _NUMPY[tensors.dtype])
+                row[name] = TensorData.from_numpy(array.reshape(-1, *tensors.trailing_shape))
+        rows += run
+    return ForwardBackwardOutput(rows, dict(message.metrics))
+
+
+def read_samples(body: bytes) -> SampleResponse:
+    """Read what `sample_response` wrote."""
+    message, sequences = wire.parse("SampleResponse", body), []
+    for sequence in message.sequences:
+        tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
+        logprobs = np.frombuffer(sequence.logprobs, "<f4").tolist() if sequence.HasField("logprobs") else None
+        sequences.append(SampledSequence(tokens, logprobs, "length" if sequence.stop_reason == wire.LENGTH else "stop"))
+    response = SampleResponse(sequences, prompt_cache_hit_tokens=message.prompt_cache_hit_tokens)
+    if message.HasField("prompt_logprobs"):
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
+        response.prompt_logprobs = [None if math.isnan(logprob) else logprob for logprob in logprobs]
+    if message.HasField("topk_prompt_logprobs"):
+        response.topk_prompt_logprobs = _read_topk(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        tensor = message.target_prompt_logprobs
+        response.target_prompt_logprobs = TensorData.from_numpy(np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape)))
+    return response
+
+
+def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
+    ids = np.frombuffer(message.token_ids, "<i4").reshape(message.length, message.k).tolist()
+    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(message.length, message.k).tolist()
+    rows: list[list[tuple[int, float]] | None] = []
+    for tokens, values in zip(ids, logprobs, strict=True):
+        rows.append([(token, value) for token, value in zip(tokens, values, strict=True) if value != _NO_LOGPROB] or None)
+    return rows
+
+
 def _tensor_json(data: TensorData) -> dict[str, Any]:
     return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
 
@@ -224,8 +274,9 @@ def targets(given: Mapping[str, Any] | None) -> TensorData | None:
         if crow is None and columns is None:
             return TensorData(given.get("data"), "int64", shape)
         values = np.asarray(given.get("data"), np.int64)
-        if not isinstance(shape, list) or math.prod(shape) > 2**28:
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"the shape {shape!r:.80}")
+        _check_cells(math.prod(shape), values.size)
         # what is not listed is 0 once it is filled up: so values are moved up by one, and down again
         return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)
     except (ValueError, TypeError, OverflowError, IndexError) as error:

@@ -16,7 +16,8 @@ from rl.clients import SampleStream, SamplingClient, ServiceClient
 from rl.errors import UserError
 from rl.renderers import Renderer, get_renderer
 from rl.sampler import Request
-from rl.serve.refusals import Interrupted, Refused, told
+from rl.serve.base_checks import checked_context
+from rl.serve.refusals import Interrupted, Refused, drop_traceback, told
 from rl.serve.settings import LOCAL, ServedBase, ServeSettings
 from rl.serve.tally import Tally
 from rl.serve.turns import Job, SampleJob, Turns, Work
@@ -48,11 +49,13 @@ class Desk:
         self.settings = settings
         self.tally = Tally()
         self.turns = Turns(settings.limits.queued)
+        self.contexts = {base.name: checked_context(base) for base in settings.bases}
         self.ending = False
         self._leave_at = 0.0
         self.resolvers: list[Callable[[str, str], Callable[[], SamplingClient] | None]] = []  # (model, owner) -> where to get it
         self.listers: list[Callable[[str], list[tuple[str, ServedBase]]]] = []  # of an owner: names that resolvers know, their bases
         self._bases: dict[str, SamplingClient] = {}
+        self._loading = threading.Lock()
         self._renderers: dict[str, Renderer] = {}
         self._created = int(time.time())
         self._streams: dict[Drawing, tuple[SampleStream, dict[int, SampleJob]]] = {}  # what is being drawn
@@ -126,7 +129,8 @@ class Desk:
         return await asyncio.wrap_future(done)
 
     def bases(self) -> list[ServedModel]:
-        return [ServedModel(base.name, self.base_client(base).info["max_context"], self._created) for base in self.settings.bases]
+        """The base models, as they were checked at the start: one whose weights cannot be loaded keeps the others from nobody."""
+        return [ServedModel(base.name, self.contexts[base.name], self._created) for base in self.settings.bases]
 
     def models(self, owner: str = LOCAL) -> list[ServedModel]:
         """The bases, and what this owner can ask for by another name: clients look there before they ask."""
@@ -164,10 +168,13 @@ class Desk:
         return lambda: self.base_client(base)
 
     def base_client(self, base: ServedBase) -> SamplingClient:
-        """A sampler of a base model, made when it is first asked for."""
-        if base.name not in self._bases:
-            self._bases[base.name] = self.service.create_sampling_client(base_model=base.where, tokenizer=base.tokenizer)
-        return self._bases[base.name]
+        """Return a sampler of a base model: one for all threads, made when it is first asked for, and again after a failure."""
+        with self._loading:
+            client = self._bases.get(base.name)
+            if client is None or client.failed:
+                client = self.service.create_sampling_client(base_model=base.where, tokenizer=base.tokenizer)
+                self._bases[base.name] = client
+            return client
 
     # ------------------------------------------------------------------------------------------------------ its thread
 
@@ -179,7 +186,9 @@ class Desk:
             if self.ending and not len(self.turns) and not self._streams:
                 return
             job = self.turns.next()
-            if job is not None:
+            if job is not None and self.ending and time.monotonic() > self._leave_at:
+                self._leave(job)
+            elif job is not None:
                 self._slice(job)
             if not self._streams and self.turns.only_samples():
                 self._gather()
@@ -188,6 +197,13 @@ class Desk:
                 self._abandon()
             for drawing in list(self._streams):
                 self._draw(drawing)
+
+    def _leave(self, job: Job) -> None:
+        """A job that did not end in the time that was left: it ends between two of its slices."""
+        if job.begun is not None:
+            job.begun.close()
+        self.turns.finish(job)
+        _settle(job.done, None, Interrupted(), job.what)
 
     def _gather(self) -> None:
         """Waits a moment for the rest of a wave, so that its first sample is not drawn alone."""
@@ -306,4 +322,5 @@ def _settle(done: Future, result: Any, error: BaseException | None, what: str) -
         return
     if told(error, what)[1] == "server" and not isinstance(error, (Refused, Interrupted)):
         log.error("work failed", extra={"what": what, "error": type(error).__name__}, exc_info=error)
+    drop_traceback(error)
     done.set_exception(error)

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -184,7 +184,7 @@ def _chains(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
 
 
 class Sessions:
-    """Sessions by their owner and name, at most `most`: the one that was touched longest ago is forgotten first."""
+    """Sessions by their owner and name, at most `most`: of the owner that has most, the one that was used longest ago is forgotten."""
 
     def __init__(self, most: int = 10_000, longest: int = 10_000):
         self.most, self.longest = most, longest
@@ -196,7 +196,9 @@ class Sessions:
         session = self._by_name.setdefault((owner, name), Session(owner))
         self._by_name.move_to_end((owner, name))
         while len(self._by_name) > self.most:
-            self._by_name.popitem(last=False)
+            counts = Counter(whose for whose, _ in self._by_name)
+            most = max(counts.values())
+            del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
         if len(session.turns) >= self.longest:
             raise Refused(f"the session {name!r} has {len(session.turns)} turns, the most that are kept", code="session_full")
         return session

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from rl.serve.rest import Rest
 from rl.serve.samples import Samples
 from rl.serve.settings import Limits, ServedBase, ServeSettings
 from rl.serve.tenants import Tenants, end_session
+from rl.serve.time_limits import limited_protocol
 from rl.serve.tinker import Tinker
 
 log = logging.getLogger("whetstone.serve")
@@ -56,6 +58,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         resume=args.resume,
         durable=args.durable,
         renderer=args.renderer,
+        stop_grace=args.stop_grace,
         limits=Limits(**given),
         worker=WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp)),
     )
@@ -82,7 +85,10 @@ class Served:
             check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, together)
         worker = replace(settings.worker, share_bases=True)
         desk = Desk(ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker), settings)
-        tenants, promises = Tenants(desk, book), Promises(settings.limits.result_seconds)
+        limits = settings.limits
+        tenants, promises = Tenants(desk, book), Promises(limits.result_seconds, limits.told_seconds, limits.held_bytes)
+        promises.others = tenants.others
+        desk.tally.gauges["held_bytes"] = lambda: float(promises.held)
         if settings.resume and book.found_there():
             book.read_again({base.name: base for base in settings.bases})
             for model in book.models.values():
@@ -104,17 +110,33 @@ class Served:
 
     def look(self) -> None:
         self.tenants.pass_gaps()
+        self.promises.sweep()
         silent = time.monotonic() - self.desk.settings.limits.session_seconds
         for session in [one for one in list(self.book.sessions.values()) if one.finished is None and one.beat < silent]:
             end_session(self.desk, self.tenants, session, "silent")
 
-    def end(self) -> None:
-        """Finishes what runs, writes the models, answers the rest with "try again"."""
-        self.desk.end()
+    def end(self, seconds: float = 90.0) -> None:
+        """Finish what runs, for a third of `seconds`, write the models, and answer the rest with "try again"."""
+        end = time.monotonic() + seconds
+        self.desk.end(seconds / 3)
         self.tenants.give_up_waiting()
-        if self.desk.join(60.0):
+        if self.desk.join(max(0.0, end - time.monotonic())):
             self.tenants.write_all()
         self.desk.service.close()
+
+
+def exit_in_time(seconds: float) -> threading.Timer:
+    """End the process after so many seconds, whatever still runs in it: a load, a long kernel, a disk that hangs."""
+
+    def leave() -> None:
+        log.error("the server did not end in time: what had not been written is lost", extra={"seconds": seconds})
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def main(args: argparse.Namespace) -> int:
@@ -139,6 +161,7 @@ async def _serve(served: Served, settings: ServeSettings, taken: list[socket.soc
 
     config = uvicorn.Config(
         served.app,
+        http=limited_protocol(settings.limits.header_seconds),
         host=settings.host,
         port=settings.port,
         ssl_certfile=settings.tls_cert and str(settings.tls_cert),
@@ -147,7 +170,7 @@ async def _serve(served: Served, settings: ServeSettings, taken: list[socket.soc
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=30,
+        timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),  # for answers that are on their way
     )
     server = Server(config)
     loop = asyncio.get_running_loop()
@@ -165,7 +188,8 @@ async def _serve(served: Served, settings: ServeSettings, taken: list[socket.soc
     stopping, looking = asyncio.create_task(ended.wait()), asyncio.create_task(served.look_after())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     looking.cancel()
-    await asyncio.to_thread(served.end)
+    exit_in_time(settings.stop_grace)
+    await asyncio.to_thread(served.end, settings.stop_grace * 2 / 3)
     server.should_exit = True
     await serving
 

@@ -1,15 +1,23 @@
-"""What was asked for and may be asked after: each request once, its answer as often as it is wanted."""
+"""What was asked for and may be asked after: each request once, its answer again for a while, all of it within so many bytes.
+
+A request counts with the bytes of its body until it has run, and with the bytes of its answer from then on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl.serve.refusals import Refused
+from rl.serve.shares import check_share
+from rl.serve.stored import StoredAnswer, stored
 
 
 @dataclass
@@ -21,31 +29,52 @@ class Promise:
     owner: str
     what: str
     digest: bytes = b""
-    done: Future = field(default_factory=Future)
+    done: Future = field(default_factory=Future)  # of the work; the result is dropped once it is stored
     session: str = ""
     sequence_ids: list[str] | None = None
-    made: float = field(default_factory=time.monotonic)
-    told: float | None = None  # when its answer was first given, or first seen to be there
+    tenant: str = ""
+    size: int = 0  # bytes that are held for it
+    ready: Future = field(default_factory=Future)  # gets the stored answer, and never an error
+    finished: float | None = None  # when the answer was stored
+    told: float | None = None  # when the answer was sent last
+
+    @property
+    def answer(self) -> StoredAnswer:
+        return self.ready.result(0)
 
     async def wait(self, seconds: float) -> bool:
-        """Whether it is done within `seconds`."""
-        if not self.done.done():
-            waiting = asyncio.wrap_future(self.done)
-            waiting.add_done_callback(lambda told: told.cancelled() or told.exception())  # unread ones end in the log
-            await asyncio.wait([waiting], timeout=seconds)
-        return self.done.done()
+        """Whether its answer is there within `seconds`."""
+        if not self.ready.done():
+            await asyncio.wait([asyncio.wrap_future(self.ready)], timeout=seconds)
+        return self.ready.done()
 
 
 class Promises:
-    """By request id. Only the owner is answered: to another one there is no such request."""
+    """By request id. Only the owner is answered: to another one there is no such request.
 
-    def __init__(self, keep_seconds: float):
+    keep_seconds    how long an answer is kept that nobody asked for
+    told_seconds    how long an answer is kept that was sent: a client whose connection broke asks again
+    held_bytes      of all requests and answers; where they do not suffice, answers that nobody asked for in `told_seconds` go
+    """
+
+    def __init__(self, keep_seconds: float, told_seconds: float = 60.0, held_bytes: int = 2**30):
         self.keep_seconds = keep_seconds
+        self.told_seconds = min(told_seconds, keep_seconds)
+        self.held_bytes = held_bytes
+        self.others: Callable[[str], bool] = lambda tenant: False
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()  # bytes by tenant
         self._all: dict[str, Promise] = {}
         self._swept = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._all)
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held for all tenants."""
+        with self._lock:
+            return self._held.total()
 
     def known(self, request_id: str, digest: bytes) -> Promise | None:
         """The promise of that id, where the same was asked for before. Refused (409 would be tried again: 400) for something else."""
@@ -54,28 +83,82 @@ class Promises:
             raise Refused(400, f"{request_id} was asked for before, and was something else: a number stands for one request")
         return promise
 
+    def check_room(self, tenant: str, size: int) -> None:
+        """Raise Refused (429) if a request of `size` bytes exceeds the bytes that are held, or the tenant's part of them."""
+        late = self._late()
+        while (refusal := self._refusal(tenant, size)) is not None:
+            mine = next((promise for promise in late if promise.tenant == tenant), None)
+            if mine is None:
+                raise refusal
+            late.remove(mine)
+            self._forget(mine)
+
+    def _refusal(self, tenant: str, size: int) -> Refused | None:
+        with self._lock:
+            total, mine = self._held.total(), self._held[tenant]
+        if not mine and total + size <= self.held_bytes:
+            return None  # a tenant that holds nothing may have one request
+        try:
+            what = "bytes held of requests and of answers that were not fetched (--held-bytes)"
+            check_share(what, self.held_bytes, total, mine, self.others(tenant), more=size, retry_after=1.0)
+        except Refused as refusal:
+            return refusal
+        return None
+
     def add(self, promise: Promise) -> Promise:
         self._all[promise.request_id] = promise
-        self._forget_old()
+        with self._lock:
+            self._held[promise.tenant] += promise.size
+        promise.done.add_done_callback(lambda done: self._store(promise, done))
+        self.sweep()
         return promise
+
+    def _store(self, promise: Promise, done: Future) -> None:
+        """Keep the bytes of a result in the place of the result. Runs on the thread that settled `done`."""
+        answer = stored(done, promise.what)
+        with self._lock:
+            if promise.request_id in self._all:
+                self._held[promise.tenant] += len(answer.body) - promise.size
+                promise.size = len(answer.body)
+        promise.finished, promise.done = time.monotonic(), promise.ready
+        promise.ready.set_result(answer)
 
     def find(self, request_id: str, owner: str) -> Promise:
         promise = self._all.get(request_id)
         if promise is None or promise.owner != owner:
-            raise Refused(410, "no such request is known: it was answered long ago, or before the server was started again")
+            kept = f"answers are kept for {self.told_seconds:.0f} s after they were sent, unsent ones for {self.keep_seconds:.0f} s"
+            raise Refused(410, f"unknown request id: it has expired ({kept}), or was of an earlier server")
         return promise
 
-    def _forget_old(self) -> None:
-        """Answers that were given, or could have been, `keep_seconds` ago. All are looked at, now and then: one that never ends (its turn
-        does not come) keeps none of those that came after it."""
+    def sweep(self) -> None:
+        """Forget expired answers, at most every so often. A request that never ends keeps no other one."""
         now = time.monotonic()
-        if now - self._swept < self.keep_seconds / 64:
+        if now - self._swept < self.told_seconds / 64:
             return
         self._swept = now
-        for promise in [promise for promise in self._all.values() if promise.done.done()]:
-            promise.told = promise.told or now
-            if now - promise.told >= self.keep_seconds:
-                del self._all[promise.request_id]
+        for promise in list(self._all.values()):
+            if promise.told is not None:
+                late = now - promise.told >= self.told_seconds
+            else:
+                late = promise.finished is not None and now - promise.finished >= self.keep_seconds
+            if late:
+                self._forget(promise)
+        for promise in self._late() if self.held > self.held_bytes else ():
+            if self.held > self.held_bytes:
+                self._forget(promise)
+
+    def _late(self) -> list[Promise]:
+        """The answers that nobody asked for in `told_seconds`, the oldest first."""
+        late = time.monotonic() - self.told_seconds
+        return [one for one in list(self._all.values()) if one.told is None and one.finished is not None and one.finished < late]
+
+    def _forget(self, promise: Promise) -> None:
+        with self._lock:
+            if self._all.pop(promise.request_id, None) is None:
+                return
+            self._held[promise.tenant] -= promise.size
+            if not self._held[promise.tenant]:
+                del self._held[promise.tenant]
 
 
 def digest_of(*parts: bytes) -> bytes:

@@ -36,3 +36,12 @@ def told(error: BaseException, what: str) -> tuple[str, Category]:
     if isinstance(error, (UserError, ValueError, TypeError, FloatingPointError)):
         return str(error), "user"
     return f"{what} failed in the server ({type(error).__name__}); its log says why", "server"
+
+
+def drop_traceback(error: BaseException | None) -> None:
+    """Free what the frames of an error and of its causes hold (a request's body, say): whoever keeps the error keeps its words."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
+import os
 import secrets
 import tarfile
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rl.clients import RestClient
 from rl.ranks import checkpoint
 from rl.serve.answers import JsonAnswer
+from rl.serve.app import LINKS
 from rl.serve.body import Body
 from rl.serve.book import KINDS, Book, Model
 from rl.serve.desk import Desk
@@ -30,6 +34,8 @@ from rl.serve.tenants import Tenants
 Answer = Callable[[Request], Awaitable[Response]]
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _LINK_SECONDS = 3600
+_PIECE = 2**20  # bytes of a file that are sent at once
+ARCHIVE = "archive.tar"  # in a link: all files of the folder
 
 
 class Rest:
@@ -104,10 +110,11 @@ class Rest:
     async def runs(self, request: Request) -> Response:
         models = sorted(self.book.models_of(request.state.owner), key=lambda model: model.last_request, reverse=True)
         page, cursor = _page(request, models)
-        return JsonAnswer({"training_runs": [self._run(model) for model in page], "cursor": cursor})
+        shown = await asyncio.to_thread(lambda: [self._run(model) for model in page])
+        return JsonAnswer({"training_runs": shown, "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
-        return JsonAnswer(self._run(self._model(request)))
+        return JsonAnswer(await asyncio.to_thread(self._run, self._model(request)))
 
     def _model(self, request: Request) -> Model:
         model = self.book.models.get(request.path_params["model_id"])
@@ -117,11 +124,12 @@ class Rest:
 
     async def checkpoints(self, request: Request) -> Response:
         model = self._model(request)
-        return JsonAnswer({"checkpoints": [self._checkpoint(model, *one) for one in self.book.checkpoints(model)]})
+        found = await asyncio.to_thread(lambda: [self._checkpoint(model, *one) for one in self.book.checkpoints(model)])
+        return JsonAnswer({"checkpoints": found})
 
     async def all_checkpoints(self, request: Request) -> Response:
         models = self.book.models_of(request.state.owner)
-        found = [self._checkpoint(model, *one) for model in models for one in self.book.checkpoints(model)]
+        found = await asyncio.to_thread(lambda: [self._checkpoint(model, *one) for model in models for one in self.book.checkpoints(model)])
         page, cursor = _page(request, sorted(found, key=lambda one: one["time"], reverse=True))
         return JsonAnswer({"checkpoints": page, "cursor": cursor})
 
@@ -130,46 +138,44 @@ class Rest:
         return self.book.folder_of(f"tinker://{where['model_id']}/{where['kind']}/{where['name']}", request.state.owner)[1]
 
     async def delete(self, request: Request) -> Response:
-        checkpoint.remove(self._folder(request))
+        await asyncio.to_thread(lambda: checkpoint.remove(self._folder(request)))
         return Response(status_code=204)
 
     async def ttl(self, request: Request) -> Response:
         body = await Body.of(request)
-        checkpoint.expire(self._folder(request), body.maybe_whole("ttl_seconds", 1))
+        seconds = body.maybe_whole("ttl_seconds", 1)
+        await asyncio.to_thread(lambda: checkpoint.expire(self._folder(request), seconds))
         return Response(status_code=204)
 
     async def weights_info(self, request: Request) -> Response:
         body = await Body.of(request)
-        model, folder = self.book.folder_of(body.text("tinker_path"), request.state.owner)
-        info = RestClient().get_weights_info_by_tinker_path(str(folder)).result()
+        path = body.text("tinker_path")
+        model, folder = await asyncio.to_thread(self.book.folder_of, path, request.state.owner)
+        info = await asyncio.to_thread(lambda: RestClient().get_weights_info_by_tinker_path(str(folder)).result())
         flags = {name: getattr(info, name) for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")}
         return JsonAnswer({"base_model": model.base.name, **flags})
 
     # ------------------------------------------------------------------------------------------------- taking it along
 
     async def archive(self, request: Request) -> Response:
-        """The folder as a tar file."""
-        folder = self._folder(request)
-        checkpoint.verify(folder)
-        aside = tempfile.NamedTemporaryFile(dir=self.book.root, prefix=".archive-", suffix=".tar")
-        with tarfile.open(fileobj=aside, mode="w") as tar:
-            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-                tar.add(file, arcname=file.relative_to(folder).as_posix())
-        aside.flush()
-        answer = FileResponse(aside.name, media_type="application/x-tar", filename=f"{folder.name}.tar")
-        answer.background = _Closing(aside)  # type: ignore[assignment]
-        return answer
+        """A redirect to a link for the folder as a tar file, which needs no key and works for an hour."""
+        folder = await asyncio.to_thread(self._folder, request)
+        await asyncio.to_thread(checkpoint.verify, folder)
+        expires = int(time.time()) + _LINK_SECONDS
+        headers = {"location": self._link(request, expires, ARCHIVE), "expires": formatdate(expires, usegmt=True)}
+        return Response(status_code=302, headers=headers)
 
     async def file_urls(self, request: Request) -> Response:
         """A link for each file that needs no key, and works for an hour."""
-        folder, where = self._folder(request), request.path_params
-        expires = int(time.time()) + _LINK_SECONDS
-        urls = {}
-        for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (checkpoint.MANIFEST, "state.json")):
-            name = file.relative_to(folder).as_posix()
-            place = f"{where['model_id']}/{where['kind']}/{where['name']}/{name}"
-            urls[name] = f"{str(request.base_url).rstrip('/')}/api/v1/files/{expires}/{self._sign(expires, place)}/{place}"
-        return JsonAnswer({"urls": urls, "expires": _moment(expires)})
+        folder = await asyncio.to_thread(self._folder, request)
+        expires, hidden = int(time.time()) + _LINK_SECONDS, (checkpoint.MANIFEST, "state.json")
+        names = [file.relative_to(folder).as_posix() for file in files_of(folder) if file.name not in hidden]
+        return JsonAnswer({"urls": {name: self._link(request, expires, name) for name in names}, "expires": _moment(expires)})
+
+    def _link(self, request: Request, expires: int, name: str) -> str:
+        where = request.path_params
+        place = f"{where['model_id']}/{where['kind']}/{where['name']}/{name}"
+        return f"{str(request.base_url).rstrip('/')}{LINKS}{expires}/{self._sign(expires, place)}/{place}"
 
     def _sign(self, expires: int, place: str) -> str:
         return hmac.new(self._secret, f"{expires} {place}".encode(), hashlib.sha256).hexdigest()
@@ -177,11 +183,16 @@ class Rest:
     async def file(self, request: Request) -> Response:
         where = request.path_params
         place = f"{where['model_id']}/{where['kind']}/{where['name']}/{where['file']}"
-        model = self.book.models.get(where["model_id"])
-        known = where["expires"].isdigit() and hmac.compare_digest(self._sign(int(where["expires"]), place), where["sign"])
-        if not known or model is None or where["kind"] not in KINDS or int(where["expires"]) < time.time():
+        model, expires = self.book.models.get(where["model_id"]), where["expires"]
+        known = expires.isascii() and expires.isdigit() and len(expires) < 12
+        known = known and hmac.compare_digest(self._sign(int(expires), place).encode(), where["sign"].encode())
+        if not known or model is None or where["kind"] not in KINDS or int(expires) < time.time():
             raise Refused(404, "the link is none of this server's, or has expired")
-        _, folder = self.book.folder_of(f"tinker://{model.model_id}/{where['kind']}/{where['name']}", model.owner)
+        tinker_path = f"tinker://{model.model_id}/{where['kind']}/{where['name']}"
+        _, folder = await asyncio.to_thread(self.book.folder_of, tinker_path, model.owner)
+        if where["file"] == ARCHIVE:
+            headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
+            return StreamingResponse(tar_of(folder), media_type="application/x-tar", headers=headers)
         file = (folder / where["file"]).resolve()
         if not file.is_file() or not file.is_relative_to(folder.resolve()):
             raise Refused(404, "there is no such file")
@@ -210,14 +221,28 @@ class Rest:
         return JsonAnswer({**found, "display_name": session.display_name})
 
 
-class _Closing:
-    """Removes a file once it was sent."""
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
-    def __init__(self, file: Any):
-        self.file = file
 
-    async def __call__(self) -> None:
-        self.file.close()
+def tar_of(folder: Path) -> Iterator[bytes]:
+    """Yield a tar file of a folder, a piece at a time. No copy is written; its files are opened before the first piece is sent."""
+    with contextlib.ExitStack() as stack:
+        opened = [(file.relative_to(folder).as_posix(), stack.enter_context(file.open("rb"))) for file in files_of(folder)]
+        for name, file in opened:
+            info = tarfile.TarInfo(name)
+            status = os.fstat(file.fileno())
+            info.size, info.mtime = status.st_size, int(status.st_mtime)
+            yield info.tobuf(tarfile.PAX_FORMAT)
+            left = info.size
+            while left:
+                piece = file.read(min(left, _PIECE))
+                if not piece:
+                    raise OSError(f"{name} became shorter while it was sent")
+                left -= len(piece)
+                yield piece
+            yield bytes(-info.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:

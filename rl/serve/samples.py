@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +19,9 @@ from rl.serve.desk import Desk
 from rl.serve.promises import Promise, Promises, digest_of, settled
 from rl.serve.refusals import Refused
 from rl.serve.tenants import Tenants
+from rl.types import ModelInput, SamplingParams
+
+_BYTES_AT_ONCE = 16384  # of a body whose fields are read on the event loop; those of larger ones in a thread
 
 
 class Samples:
@@ -46,12 +51,14 @@ class Samples:
         if path is None:
             base, folder = self.desk.settings.base(body.text("base_model")), None
         else:
-            model, folder = self.book.folder_of(path, session.owner, kinds=("weights", "sampler_weights"))
+            kinds = ("weights", "sampler_weights")
+            model, folder = await asyncio.to_thread(lambda: self.book.folder_of(path, session.owner, kinds=kinds))
             base = model.base
         known = self.book.samplers.get(sampler_id)
         if known is not None and (known.base, known.path) != (base, folder):
             raise Refused(400, f"there is a sampling session {sampler_id} already, of other weights")
-        self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, session.owner, session.session_id, base, folder))
+        if known is None:
+            self.book.add_sampler(Sampler(sampler_id, session.owner, session.session_id, base, folder))
         return JsonAnswer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def join_sampling_session(self, request: Request) -> Response:
@@ -68,18 +75,33 @@ class Samples:
         sampler, seq = self.book.sampler(body.text("sampling_session_id"), owner), body.whole("seq_id", 0, 2**63 - 1)
         self.book.session(sampler.session, owner)
         count, request_id = body.maybe_whole("num_samples", 1, 1_000_000) or 1, f"{sampler.sampler_id}:{seq}"
-        promise = self.promises.known(request_id, digest := digest_of(raw))
+        digest, read = digest_of(raw), None
+        if self.promises.known(request_id, digest) is None and len(raw) > _BYTES_AT_ONCE:
+            read = await asyncio.to_thread(self._read, count, body)
+        promise = self.promises.known(request_id, digest)  # once more: the same may have come meanwhile
         if promise is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
-            promise = Promise(request_id, owner, "sample", digest, session=sampler.session, sequence_ids=ids)
-            try:
-                promise.done = self._sample(sampler, count, body, ids)
-            except (ValueError, TypeError) as error:
-                settled(promise, error=error)
+            tenant, size = self.desk.tenant(owner, sampler.session), len(raw)
+            self.promises.check_room(tenant, size)
+            promise = Promise(request_id, owner, "sample", digest, session=sampler.session, sequence_ids=ids, tenant=tenant, size=size)
+            read = read or self._read(count, body)
+            if isinstance(read, Exception):
+                settled(promise, error=read)
+            else:
+                prompt, params, what = read
+                client = functools.partial(self.tenants.sampling_client, sampler)
+                promise.done = self.desk.ask_sample(client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **what)
             self.promises.add(promise)
         return JsonAnswer({"request_id": request_id, "sample_sequence_ids": promise.sequence_ids})
 
-    def _sample(self, sampler: Sampler, count: int, body: Body, ids: list[str]) -> Any:
+    def _read(self, count: int, body: Body) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
+        """Return what is asked for, or why it cannot be drawn, which is the request's answer."""
+        try:
+            return self._checked(count, body)
+        except (ValueError, TypeError) as error:
+            return error
+
+    def _checked(self, count: int, body: Body) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
         for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
             if body.fields.get(name):
                 raise BadRequestError(f"{name} is not computed here: topk_prompt_logprobs, or a forward of the training client, may serve")
@@ -94,7 +116,4 @@ class Samples:
             "target_prompt_logprobs": convert.targets(body.maybe("target_prompt_logprobs", dict)),
             "prompt_logprobs_last_n": body.maybe_whole("prompt_logprobs_last_n", 1),
         }
-        tenant = self.desk.tenant(sampler.owner, sampler.session)
-        return self.desk.ask_sample(
-            lambda: self.tenants.sampling_client(sampler), sampler.owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **what
-        )
+        return prompt, params, what

@@ -36,15 +36,20 @@ class Limits:
     """What one server takes on at once. Beyond it a request is refused by name, at once, and what is running goes on."""
 
     body_bytes: int = 256 * 2**20
+    header_seconds: float = 20.0  # for a request's line and headers to come
+    body_seconds: float = 60.0  # for its body to come, and a second more for every 64 KiB
     open_requests: int = 2048
     queued: int = 4096  # requests that were taken and have not begun
     tokens: int = 4_000_000  # of one request: prompt and answers, or all datums
     sessions: int = 256
     models: int = 64  # training clients of all sessions, in memory or written out
     models_in_memory: int = 8
+    samplers: int = 4096  # sampling sessions; beyond, the oldest of whoever has most are forgotten
     samplers_in_memory: int = 64
     poll_seconds: float = 25.0  # the longest that a poll is held; the SDK gives up after 45
-    result_seconds: float = 3600.0  # how long an answer can be asked for again
+    result_seconds: float = 3600.0  # how long an answer is kept that nobody asked for
+    told_seconds: float = 60.0  # how long an answer that was sent can be asked for again
+    held_bytes: int = 2**30  # of requests that wait and of answers that are kept
     session_seconds: float = 900.0  # without a heartbeat: what it has in memory is given back
 
     def __post_init__(self) -> None:
@@ -66,6 +71,7 @@ class ServeSettings:
     resume: bool = False
     durable: bool = False
     renderer: str | None = None
+    stop_grace: float = 60.0  # seconds from SIGTERM to the end of the process
     limits: Limits = field(default_factory=Limits)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
 
@@ -81,6 +87,8 @@ class ServeSettings:
                 f"--host {self.host} can be reached by others, who could train and sample here: give keys (--keys-file, or "
                 "WHETSTONE_SERVE_KEYS)"
             )
+        if not self.stop_grace >= 1:
+            raise UserError(f"--stop-grace is a number of seconds of at least 1, got {self.stop_grace}")
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port is 0 (any that is free) to 65535, got {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -16,6 +16,7 @@ _HELP = {
     "written_out_total": ("counter", "Models that were written to disk to make room, and read back, by which."),
     "open_requests": ("gauge", "Requests being answered now."),
     "queued": ("gauge", "Requests that were taken and have not begun."),
+    "held_bytes": ("gauge", "Bytes of requests that wait and of answers that are kept."),
     "sessions": ("gauge", "Sessions that are alive."),
     "models": ("gauge", "Training clients, by where they are."),
     "samplers": ("gauge", "Sampling sessions."),

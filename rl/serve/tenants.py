@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -11,14 +12,16 @@ from typing import Any
 from rl.clients import SamplingClient, TrainingClient, drop_gradients, in_parts
 from rl.errors import UserError
 from rl.ranks import checkpoint
-from rl.serve.book import LIVE, Book, Model, Sampler, Session
+from rl.serve.book import LIVE, Book, Model, Sampler, Session, tenant_of
 from rl.serve.desk import Desk
 from rl.serve.promises import Promise
 from rl.serve.refusals import Interrupted, Refused
 from rl.serve.settings import ServedBase
+from rl.serve.shares import surplus
 from rl.serve.turns import Job
 from rl.types import AdamParams, Datum
 
+log = logging.getLogger("whetstone.serve")
 Steps = Generator[None, None, Any]
 SAVED = "sampler_weights"
 _KEPT_SNAPSHOTS = 8  # of weights that were saved for samplers, so that the sampler that comes next needs not read them
@@ -32,12 +35,12 @@ class Tenants:
         self.desk = desk
         self.book = book
         self._saved: OrderedDict[Path, SamplingClient] = OrderedDict()
-        desk.turns.others = self._others
+        desk.turns.others = book.others = self.others
         desk.tally.gauges["models"] = self._where
         desk.tally.gauges["samplers"] = lambda: float(len(book.samplers))
         desk.tally.gauges["sessions"] = lambda: float(sum(session.finished is None for session in book.sessions.values()))
 
-    def _others(self, tenant: str) -> bool:
+    def others(self, tenant: str) -> bool:
         """Whether somebody else may ask: another key, or another session that is alive."""
         if self.desk.settings.keys:
             return len(self.desk.settings.keys) > 1
@@ -109,23 +112,22 @@ class Tenants:
     # --------------------------------------------------------------------------------------------------- models in memory
 
     def create(self, model: Model, make: Callable[[], TrainingClient]) -> Steps:
-        """`make` in the room that is made for it."""
+        """`make` in the room that is made for it. A model that cannot be made leaves no files."""
         yield
+        fresh = not model.folder.exists()
         self._make_room()
         try:
             model.client = make()
-            info = model.client.result().info
+            model.lora_rank = model.client.result().info["lora_rank"]
+            self.book.keep_model(model)
+            self.commit(model, "create_model")
         except BaseException as error:
-            model.client = None
-            self.book.models.pop(model.model_id, None)
+            self.let_go(model)
+            self.book.forget_model(model, fresh)
             for job in self.taken_back(model):  # nobody would find them any more
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(UserError(f"{model.model_id} could not be made: {error}"))
             raise
-        model.lora_rank = info["lora_rank"]
-        self.book.keep_model(model)
-        if self.desk.settings.durable:
-            self.write_out(model)
         return {"model_id": model.model_id, "type": "create_model"}
 
     def client_of(self, model: Model) -> TrainingClient:
@@ -142,10 +144,12 @@ class Tenants:
         return model.client
 
     def _make_room(self) -> None:
-        """Writes out the least recently used until one more fits. One with a gradient, or at work, stays."""
+        """Write out the least recently used model of the tenant that holds most, until one more fits. One with a gradient stays."""
         held = [model for model in list(self.book.models.values()) if model.client is not None]
         idle = sorted((model for model in held if not model.gradient and not model.busy), key=lambda model: model.used)
-        for model in idle[: max(0, len(held) + 1 - self.desk.settings.limits.models_in_memory)]:
+        tenants = {model.model_id: tenant_of(model) for model in idle}
+        count = len(held) + 1 - self.desk.settings.limits.models_in_memory
+        for model in [self.book.models[name] for name in surplus(tenants, list(tenants), count)]:
             self.write_out(model)
             self.let_go(model)
             self.desk.tally.add("written_out_total", which="written_out")
@@ -158,6 +162,28 @@ class Tenants:
         state = {"next_seq": model.ran + 1, "failed": model.failed, "last": model.last}
         model.client.save_state(LIVE, overwrite=True, metadata=state, folder=model.folder).result()
         model.written = True
+
+    def commit(self, model: Model, what: str) -> None:
+        """With --durable: write a change of the model to the disk before it is answered, or undo it.
+
+        Raises Refused (507) if writing failed. The model is then what lies in `live/`, the state before the change.
+        """
+        if not self.desk.settings.durable:
+            return
+        try:
+            self.write_out(model)
+        except Exception as error:
+            log.error("a model could not be written", extra={"model": model.model_id, "error": type(error).__name__}, exc_info=error)
+            saved = self.book.live_state(model)
+            if saved is not None and saved["next_seq"] == model.ran + 1:
+                model.written = True  # the new folder is in its place: what failed came after that
+                return
+            if saved is None:
+                raise Refused(507, f"{what} was done, but the model could not be written ({type(error).__name__})") from error
+            self.let_go(model)
+            model.written, model.last = True, saved["last"]
+            text = f"the server could not write the model ({type(error).__name__}: its disk may be full), so {what} was undone"
+            raise Refused(507, f"{text}: the weights and the optimizer are as before") from error
 
     @staticmethod
     def let_go(model: Model) -> None:
@@ -188,8 +214,11 @@ class Tenants:
         """Before the server ends. The desk's thread has ended: this one is the only one left."""
         for model in list(self.book.models.values()):
             if model.client is not None:
-                self._drop_half(model, "the server ended")
-                self.write_out(model)
+                try:
+                    self._drop_half(model, "the server ended")
+                    self.write_out(model)
+                except Exception as error:  # boundary: the models after this one are written
+                    log.error("a model could not be written", extra={"model": model.model_id, "error": type(error).__name__}, exc_info=error)
 
     # -------------------------------------------------------------------------------------------------------------- verbs
 
@@ -199,7 +228,7 @@ class Tenants:
             data, loss_fn, config = read()
             client = self.client_of(model)
             if backward:
-                model.gradient, model.written = True, False
+                model.gradient, model.written, model.lost = True, False, None
             output = yield from in_parts(client, data, loss_fn, config, backward=backward)
         except BaseException as error:
             if backward:
@@ -216,11 +245,16 @@ class Tenants:
             drop_gradients(client)
             model.gradient = False
             raise UserError(f"optim_step was not run, the weights are unchanged: {failed}")
+        if model.lost is not None:
+            raise UserError(f"optim_step was not run, the weights are unchanged: {model.lost}")
         model.gradient, model.written = False, False
         result = {"metrics": client.optim_step(params).result().metrics, "type": "optim_step"}
         model.last = {"seq": model.ran, "result": result}
-        if self.desk.settings.durable:
-            self.write_out(model)
+        try:
+            self.commit(model, "optim_step")
+        except Refused:
+            model.lost = "the update before was undone, and its gradient with it: repeat the forward_backward of that step"
+            raise
         return result
 
     def save_state(self, model: Model, name: str, ttl: int | None, overwrite: bool, words: dict[str, str]) -> Steps:
@@ -249,7 +283,7 @@ class Tenants:
     def snapshot(self, model: Model, sampler: Sampler) -> Steps:
         yield
         sampler.client = self.client_of(model).save_weights_and_get_sampling_client().result()
-        self.book.samplers[sampler.sampler_id] = sampler
+        self.book.add_sampler(sampler)
         self._forget_samplers()
         return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
 
@@ -258,7 +292,8 @@ class Tenants:
         client = self.client_of(model)
         model.written = False
         (client.load_state_with_optimizer if with_optimizer else client.load_state)(str(folder)).result()
-        model.gradient, model.failed = False, None
+        model.gradient, model.failed, model.lost = False, None, None
+        self.commit(model, "load_weights")
         return {"path": path, "model_id": model.model_id, "type": "load_weights"}
 
     # ----------------------------------------------------------------------------------------------------------- samplers
@@ -281,8 +316,9 @@ class Tenants:
 
     def _forget_samplers(self) -> None:
         held = sorted((one for one in list(self.book.samplers.values()) if one.client is not None), key=lambda one: one.used)
-        for sampler in held[: max(0, len(held) - self.desk.settings.limits.samplers_in_memory)]:
-            sampler.client = None
+        tenants = {sampler.sampler_id: tenant_of(sampler) for sampler in held}
+        for name in surplus(tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory):
+            self.book.samplers[name].client = None
 
     def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
         """A resolver of the desk: a sampling session's id, or a tinker:// path."""
@@ -294,7 +330,9 @@ class Tenants:
         found, folder = self.book.folder_of(model, owner)
         ids: Sequence[str] = [one.sampler_id for one in list(self.book.samplers.values()) if one.path == folder and one.owner == owner]
         sampler_id = ids[0] if ids else f"{found.model_id}:{folder.parent.name}:{folder.name}"
-        sampler = self.book.samplers.setdefault(sampler_id, Sampler(sampler_id, owner, found.session, found.base, folder))
+        sampler = self.book.samplers.get(sampler_id)
+        if sampler is None:
+            sampler = self.book.add_sampler(Sampler(sampler_id, owner, found.session, found.base, folder))
         return lambda: self.sampling_client(sampler)
 
     def names(self, owner: str) -> list[tuple[str, ServedBase]]:

@@ -22,13 +22,13 @@ from rl.serve.book import Book, Model, Sampler, Session
 from rl.serve.compressed import expanded, reads_zstd
 from rl.serve.desk import Desk
 from rl.serve.promises import Promise, Promises, digest_of, settled
-from rl.serve.refusals import Interrupted, Refused, told
+from rl.serve.refusals import Refused
 from rl.serve.settings import LOOPBACK
+from rl.serve.stored import PROTOBUF
 from rl.serve.tenants import Tenants, end_session
-from rl.types import ForwardBackwardOutput, SampleResponse
 
-PROTOBUF = "application/x-protobuf"
-_SECONDS, _TOKENS_AT_ONCE = 10 * 366 * 86400, 2048  # the longest that a checkpoint may be told to stay; of samples, answered at once
+_SECONDS = 10 * 366 * 86400  # the longest that a checkpoint may be told to stay
+_BYTES_AT_ONCE = 16384  # of an answer that is turned into JSON on the event loop; larger ones take a thread
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -85,7 +85,8 @@ class Tinker:
 
     async def create_session(self, request: Request) -> Response:
         body = await Body.of(request)
-        session = self.book.open_session(request.state.owner, body.words("user_metadata"), body.maybe("display_name", str))
+        owner, words, name = request.state.owner, body.words("user_metadata"), body.maybe("display_name", str)
+        session = await asyncio.to_thread(self.book.open_session, owner, words, name)
         return JsonAnswer({"type": "create_session", "session_id": session.session_id})
 
     async def heartbeat(self, request: Request) -> Response:
@@ -125,9 +126,14 @@ class Tinker:
         request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
         promise = self.promises.known(request_id, digest)
         if promise is None:
-            self.desk.turns.check_room(tenant := self.desk.tenant(session.owner, session.session_id))
+            tenant, model_id = self.desk.tenant(session.owner, session.session_id), f"{session.session_id}:train:{seq}"
+            self.desk.turns.check_room(tenant)
+            if (known := self.book.models.get(model_id)) is not None and known.written:  # an earlier server made it
+                promise = Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant)
+                self.promises.add(settled(promise, {"model_id": model_id, "type": "create_model"}))
+                return JsonAnswer({"request_id": request_id, "model_id": model_id})
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
-            promise = self.promises.add(Promise(request_id, session.owner, "create_model", digest, session=session.session_id))
+            promise = self.promises.add(Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant))
             self.desk.submit(session.owner, model.model_id, "create_model", lambda: work(model), promise.done, tenant)
         return JsonAnswer({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
 
@@ -140,7 +146,7 @@ class Tinker:
             self.tenants.let_go(model)
 
         await self.desk.run(model.owner, "unload_model", away, self.desk.tenant(model.owner, model.session))
-        promise = Promise(f"{model.model_id}:unload:{len(self.promises)}", model.owner, "unload_model")
+        promise = Promise(f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model")
         self.promises.add(settled(promise, {"model_id": model.model_id, "type": "unload_model"}))
         return JsonAnswer({"request_id": promise.request_id, "model_id": model.model_id})
 
@@ -155,13 +161,20 @@ class Tinker:
 
     # ---------------------------------------------------------------------------------------- requests with a number
 
-    def _ask(self, model: Model, seq: int, what: str, raw: bytes, work: Callable[[], Generator[None, None, Any]]) -> Response:
-        """Takes a model's request once, whatever number of times it comes. What is wrong with its values is its answer."""
-        request_id, digest = f"{model.model_id}:{seq}", digest_of(what.encode(), raw)
+    def _ask(
+        self, model: Model, seq: int, what: str, raw: bytes, work: Callable[[], Generator[None, None, Any]], size: int | None = None
+    ) -> Response:
+        """Takes a model's request once, whatever number of times it comes. What is wrong with its values is its answer.
+
+        `raw`: its body, or a digest of it with the body's `size`.
+        """
+        request_id, digest, size = f"{model.model_id}:{seq}", digest_of(what.encode(), raw), len(raw) if size is None else size
         if self.desk.ending:
             raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
         if self.promises.known(request_id, digest) is None:
-            promise = Promise(request_id, model.owner, what, digest, session=model.session)
+            tenant = self.desk.tenant(model.owner, model.session)
+            self.promises.check_room(tenant, size)
+            promise = Promise(request_id, model.owner, what, digest, session=model.session, tenant=tenant, size=size)
             self.tenants.ask(model, seq, promise, work)
             self.promises.add(promise)
         return JsonAnswer({"request_id": request_id, "model_id": model.model_id})
@@ -171,7 +184,11 @@ class Tinker:
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             raise Refused(415, f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker")
         encoding, most = request.headers.get("content-encoding", ""), self.desk.settings.limits.body_bytes
-        message = await asyncio.to_thread(lambda: wire.parse("ForwardBackwardRequest", expanded(raw, encoding, most)))
+        def parse() -> tuple[Any, bytes, int]:
+            body = expanded(raw, encoding, most)
+            return wire.parse("ForwardBackwardRequest", body), digest_of(raw), len(body)
+
+        message, digest, size = await asyncio.to_thread(parse)
         model = self.book.model(message.model_id, request.state.owner)
         if message.seq_id < 1:
             raise Refused(400, f"seq_id is at least 1, got {message.seq_id}")
@@ -185,7 +202,7 @@ class Tinker:
             return [convert.datum(one) for one in message.data], message.loss_fn, convert.loss_config(message)
 
         what = "forward_backward" if backward else "forward"
-        return self._ask(model, message.seq_id, what, raw, lambda: self.tenants.forward_backward(model, read, backward))
+        return self._ask(model, message.seq_id, what, digest, lambda: self.tenants.forward_backward(model, read, backward), size)
 
     async def optim_step(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -252,7 +269,7 @@ class Tinker:
 
             return self._ask(model, seq, "load_weights", await request.body(), lambda: _late(work))
         session = self.book.session(body.text("session_id"), owner)
-        source, folder = self.book.folder_of(path, owner, kinds=kinds)
+        source, folder = await asyncio.to_thread(lambda: self.book.folder_of(path, owner, kinds=kinds))
         base = source.base if body.maybe("base_model", str) is None else self.desk.settings.base(body.text("base_model"))
         optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
         if optimizer != "adamw":
@@ -279,19 +296,11 @@ class Tinker:
         if not await promise.wait(self.desk.settings.limits.poll_seconds):
             state = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
             return JsonAnswer(state, status_code=408)
-        promise.told = promise.told or time.monotonic()
-        if promise.done.cancelled():
-            return JsonAnswer({"error": "it was cancelled", "category": "user"})
-        error = promise.done.exception()
-        if isinstance(error, Interrupted):
-            raise Refused(503, "the server is shutting down, and had not begun with this: try again", retry_after=5.0)
-        if error is not None:
-            message, category = told(error, promise.what)
-            return JsonAnswer({"error": message, "category": category})
-        protobuf, result = PROTOBUF in request.headers.get("accept", ""), promise.done.result()
-        if isinstance(result, SampleResponse) and sum(len(one.tokens) for one in result.sequences) < _TOKENS_AT_ONCE:
-            return _answer(result, protobuf)  # another thread would cost more, beside one that draws
-        return await asyncio.to_thread(_answer, result, protobuf)
+        promise.told = time.monotonic()
+        answer, protobuf = promise.answer, PROTOBUF in request.headers.get("accept", "")
+        if protobuf or len(answer.body) < _BYTES_AT_ONCE:
+            return answer.response(protobuf)
+        return await asyncio.to_thread(answer.response, protobuf)
 
     async def cancel_future(self, request: Request) -> Response:
         """Of a sample that nobody wants any more; what trains runs on."""
@@ -300,16 +309,6 @@ class Tinker:
         if promise.what == "sample":
             promise.done.cancel()
         return Response(status_code=204)
-
-
-def _answer(result: Any, protobuf: bool) -> Response:
-    if isinstance(result, ForwardBackwardOutput):
-        if protobuf:
-            return Response(convert.forward_backward_output(result), media_type=PROTOBUF)
-        return JsonAnswer(convert.output_json(result))
-    if isinstance(result, SampleResponse):
-        return Response(convert.sample_response(result), media_type=PROTOBUF) if protobuf else JsonAnswer(convert.sample_json(result))
-    return JsonAnswer(result)
 
 
 def _late(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:

@@ -2,9 +2,7 @@
 
 Work is a generator that gives way between slices. Samples are no lane: all that wait are taken together, after each slice.
 
-A tenant is a key, or where there are none a session. While there are others it may fill half of what they leave of the queue, and so
-never all of it: whoever comes next finds room. (Routers bound flows that share a buffer so: Choudhury and Hahne, "Dynamic queue length
-thresholds for shared-memory packet switches", 1998, with their factor at 1.)
+The queue is shared by the rule of `rl/serve/shares.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.serve.refusals import Refused
+from rl.serve.shares import check_share
 
 Work = Callable[[], Generator[None, None, Any]]
 
@@ -77,12 +75,9 @@ class Turns:
                 self._forget_gone()
             all_wait, held, beside = len(self), self._held[tenant], any(one != tenant for one in self._held)
             early = 0 if next_one else self._early[tenant]
-        if all_wait + early + more > self.limit:
-            raise Refused(429, f"{all_wait} requests wait already, the most that this server takes: try again", retry_after=1.0)
-        part = max(1, (self.limit - (all_wait - held)) // 2)
-        if held + early + more > part and (beside or self.others(tenant)):
-            text = f"{held + early} requests of yours wait already, and {part} is your part of the queue, which others use too: try again"
-            raise Refused(429, text, retry_after=1.0)
+        what = "requests that wait (--queued)"
+        others = beside or self.others(tenant)
+        check_share(what, self.limit, all_wait + early, held + early, others, more=more, retry_after=1.0)
 
     def add(self, job: Job) -> None:
         with self.changed:

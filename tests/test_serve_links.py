@@ -1,0 +1,81 @@
+"""Links to what was saved: they need no key, are for one thing and one hour, and stand nowhere in the log."""
+
+import io
+import logging
+import tarfile
+import time
+from email.utils import parsedate_to_datetime
+
+import pytest
+from serving import Wire, server
+from test_serve import KEYS
+from starlette.testclient import TestClient
+
+from rl.serve.app import JsonLines
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A server with keys, the client of one of them, and the address of a checkpoint and of an export of it."""
+    with server(tmp_path_factory.mktemp("served"), keys=KEYS) as one:
+        wires = Wire(one, KEYS[0])
+        wires.open()
+        model = wires.model()
+        wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
+        wires.wait(wires.post("save_weights_external", model_id=model, seq_id=2, path="b"))
+        yield one, wires, model
+
+
+def archive(wires, model, kind="weights/a"):
+    """The answer to the request that the SDK sends for a download, which follows no redirect."""
+    return wires.http.get(f"/api/v1/training_runs/{model}/checkpoints/{kind}/archive", follow_redirects=False)
+
+
+def test_a_download_goes_to_a_link_that_needs_no_key(saved):
+    one, wires, model = saved
+    answer = archive(wires, model)
+    assert answer.status_code == 302
+    left = parsedate_to_datetime(answer.headers["expires"]).timestamp() - time.time()
+    assert 3500 < left <= 3600
+    stranger = TestClient(one.app)
+    tar = tarfile.open(fileobj=io.BytesIO(stranger.get(answer.headers["location"]).content))
+    folder = one.book.models[model].folder / "weights" / "a"
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {name: tar.extractfile(name).read() for name in tar.getnames()} == files and "model/adapter_model.safetensors" in files
+    urls = wires.http.get(f"/api/v1/training_runs/{model}/checkpoints/external_weights/b/external_weights_urls").json()["urls"]
+    for name, url in urls.items():
+        assert stranger.get(url).content == (one.book.models[model].folder / "external_weights" / "b" / name).read_bytes()
+
+
+def test_a_link_is_for_one_thing_and_one_hour(saved, monkeypatch):
+    one, wires, model = saved
+    stranger, other = TestClient(one.app), Wire(one, KEYS[1])
+    link = archive(wires, model).headers["location"]
+    expires, sign = link.split("/files/")[1].split("/")[:2]
+    changed = [
+        link.replace("archive.tar", "state.json"),
+        link.replace("weights/a", "external_weights/b"),
+        link.replace(expires, str(int(expires) + 1)),
+        link.replace(sign, "0" * 64),
+        link.replace(sign, "\u00e9" * 64),
+        link.replace(expires, "\u0661" * 10),
+        link.replace(expires, "9" * 400),
+    ]
+    assert [stranger.get(url).status_code for url in changed] == [404] * len(changed)
+    assert archive(other, model).status_code == 404, "another key's"
+    assert stranger.get("/api/v1/training_runs").status_code == 401, "nothing else is open"
+    assert stranger.get(link).status_code == 200
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3601)
+    assert stranger.get(link).status_code == 404
+
+
+def test_no_link_stands_in_the_log(saved, caplog):
+    one, wires, model = saved
+    caplog.set_level(logging.INFO, "whetstone.serve")
+    link = archive(wires, model).headers["location"]
+    sign = link.split("/files/")[1].split("/")[1]
+    for url in (link, link.replace("/a/", "/none/"), link + "/..", link.replace("/weights/", "//")):
+        TestClient(one.app, raise_server_exceptions=False).get(url)
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert sum("/api/v1/files/" in line for line in lines) >= 3, lines
+    assert not [line for line in lines if sign in line or sign[:16] in line]

@@ -1,0 +1,164 @@
+"""What a server keeps of requests that are over: bytes and words, for so long, and no more of them than it was told."""
+
+import gc
+import logging
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from serving import Wire, held, server
+from test_serve import KEYS, texts
+from test_serve_gone import until
+
+from rl.serve import wire
+from rl.serve.promises import Promise, Promises
+from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
+
+TOKENS = 5_000  # of a large request: 60 KB on the wire
+
+
+def large(**replaced):
+    """A datum whose request is large. `replaced`: fields that do not fit."""
+    tokens = np.arange(TOKENS) % 50 + 4
+    return Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": tokens, **replaced})
+
+
+FAULTS = {
+    "a field that is too short": (large(target_tokens=np.arange(6)), "cross_entropy", {}),
+    "a loss that there is none of": (large(), "stable_reinforce", {}),
+    "a setting that there is none of": (large(), "cross_entropy", {"nothing": 1.0}),
+    "a token beyond the vocabulary": (large(target_tokens=np.full(TOKENS, 10**6)), "cross_entropy", {}),
+    "an input beyond the context": (large(), "cross_entropy", {}),
+}
+
+
+def test_failed_requests_keep_no_body(tmp_path):
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        model, seq = wires.model(), 0
+
+        def fail(datum, loss, config):
+            nonlocal seq
+            seq += 1
+            answer = wires.wait(wires.ask(model, seq, [datum], loss, config))
+            assert answer["category"] == "user", answer
+
+        for fault in FAULTS.values():
+            fail(*fault)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for _ in range(2):
+                for fault in FAULTS.values():
+                    fail(*fault)
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        sent = 2 * len(FAULTS) * TOKENS * 12
+        assert kept < sent / 5, f"{kept / 1e6:.1f} MB are kept of {sent / 1e6:.1f} MB of requests that failed"
+
+
+def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
+    caplog.set_level(logging.CRITICAL, "whetstone.serve")  # pytest keeps what is logged, traceback and all
+    promises, words = Promises(60.0), []
+
+    def fails(body):
+        raise RuntimeError("broken") from ValueError("because")
+
+    from rl.serve.desk import _settle
+
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for i in range(20):
+            promise = promises.add(Promise(str(i), "me", "work"))
+            try:
+                fails(np.zeros(1 << 20, np.uint8))
+            except RuntimeError as error:
+                _settle(promise.done, None, error, "work")
+            words.append(promise.answer.body)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 19 and b"its log says why" in words[0]
+
+
+def test_a_stored_answer_takes_eight_bytes_a_token():
+    """An int32 and a float32, as they travel; an object for each number takes 67 bytes."""
+    promises, tokens = Promises(3600.0), 20_000
+
+    def drawn(seed):
+        rng = np.random.default_rng(seed)
+        return rng.integers(300, 50_000, tokens).tolist(), rng.standard_normal(tokens).tolist()
+
+    tracemalloc.start()
+    try:
+        for i in range(10):
+            promise = promises.add(Promise(str(i), "me", "sample", tenant="me"))
+            promise.done.set_result(SampleResponse([SampledSequence(*drawn(i), "length")]))
+        del promise
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept / (10 * tokens) < 10, f"{kept / (10 * tokens):.1f} bytes a token"
+    assert promises.held == pytest.approx(10 * tokens * 8, rel=0.01)
+    message = wire.parse("SampleResponse", promises.find("9", "me").answer.body)
+    ids, logprobs = drawn(9)
+    assert np.frombuffer(message.sequences[0].tokens, "<i4").tolist() == ids
+    np.testing.assert_allclose(np.frombuffer(message.sequences[0].logprobs, "<f4"), logprobs, rtol=1e-6)
+
+
+def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_longer(tmp_path):
+    with server(tmp_path, told_seconds=1.0) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        sent = wires.ask(model, 1, texts(), forward_only=True)
+        first = wires.wait(sent)
+        unsent = wires.ask(model, 2, texts(), forward_only=True)
+        assert wires.wait(sent) == first, "whose connection broke asks again"
+        time.sleep(1.2)
+        one.look()
+        gone = wires.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]})
+        assert gone.status_code == 410 and "expired" in gone.text
+        assert wires.wait(unsent) == first
+    assert one.promises.told_seconds == 1.0 and Promises(3600.0).told_seconds == 60.0
+
+
+def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
+    """A key that fills its part is refused, the other one is not; what was fetched makes room again, what nobody fetches goes first."""
+    with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as one:
+        greedy, other = (Wire(one, key) for key in KEYS)
+        greedy.open(), other.open()
+        model, theirs = greedy.model(), other.model()
+
+        def send(wires, model, seq, tokens=2000):  # 24 KB and a bit
+            ids = (np.arange(tokens) % 50 + 4).tolist()
+            message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn="cross_entropy", forward_only=True)
+            for begin in range(0, tokens, 20):
+                datum = message.data.add()
+                datum.model_input.add().encoded_text.tokens = np.asarray(ids[begin : begin + 20], "<i4").tobytes()
+                tensor = datum.loss_fn_inputs["target_tokens"]
+                tensor.dense, tensor.dtype = np.asarray(ids[begin : begin + 20], "<i8").tobytes(), wire.INT64
+                tensor.shape.append(20)
+            headers = {"content-type": "application/x-protobuf"}
+            return wires.http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
+
+        with held(one):
+            answers = [send(greedy, model, 1 + i) for i in range(8)]
+            taken = [answer for answer in answers if answer.status_code == 200]
+            assert [answer.status_code for answer in answers] == [200] * len(taken) + [429] * (8 - len(taken))
+            assert 2 <= len(taken) <= 4, "about half of the bytes"
+            assert "your part" in answers[-1].text and "--held-bytes" in answers[-1].text
+            assert send(other, theirs, 1).status_code == 200
+        for answer in taken:
+            assert len(greedy.output(answer.json())[0]) == 100
+        assert send(greedy, model, len(taken) + 1).status_code == 200, "answers are smaller than what was sent for them"
+        time.sleep(0.7)
+        for seq in range(len(taken) + 2, 16):  # nobody ever asks for these: the oldest make room for the newest
+            assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
+        assert one.promises.held <= 240_000

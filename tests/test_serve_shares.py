@@ -1,0 +1,108 @@
+"""One rule for everything that tenants share: whoever comes next finds room, and whoever is alone may take all."""
+
+import numpy as np
+import pytest
+from serving import BASE, Wire, server
+from test_serve import KEYS
+
+from rl.serve.book import Sampler
+from rl.serve.chat_fields import Refused as ChatRefused
+from rl.serve.episodes import Sessions
+from rl.serve.refusals import Refused
+from rl.serve.shares import check_share, surplus
+
+
+@pytest.mark.parametrize("limit", [2, 7, 64])
+def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
+    """Tenants that come one after another and take all they get: each gets something, until the parts are single ones."""
+    held = {}
+    for tenant in range(int(np.log2(limit))):
+        held[tenant] = 0
+        while True:
+            try:
+                check_share("things", limit, sum(held.values()), held[tenant], True)
+            except Refused as refused:
+                assert refused.status == 429 and refused.retry_after > 0
+                break
+            held[tenant] += 1
+        assert held[tenant] >= 1, held
+    assert sum(held.values()) <= limit
+    alone = 0
+    while alone < limit:
+        check_share("things", limit, alone, alone, False)
+        alone += 1
+    with pytest.raises(Refused):
+        check_share("things", limit, alone, alone, False)
+
+
+def test_who_holds_most_gives_up_first_and_the_oldest_of_it():
+    holders = {"a1": "a", "b1": "b", "a2": "a", "a3": "a"}
+    assert surplus(holders, list(holders), 0) == surplus(holders, list(holders), -3) == []
+    assert surplus(holders, list(holders), 2) == ["a1", "a2"]
+    assert sorted(surplus(holders, list(holders), 4)) == sorted(holders) == sorted(surplus(holders, list(holders), 9))
+    assert surplus({"b1": "b", "a1": "a"}, ["b1", "a1"], 1) == ["b1"], "equals: the oldest of all"
+
+
+def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
+    with server(tmp_path, keys=KEYS, sessions=4, models=4, open_requests=6) as one:
+        greedy, other = (Wire(one, key) for key in KEYS)
+        sessions = []
+        while (answer := greedy.http.post("/api/v1/create_session", json={"tags": []})).status_code == 200:
+            sessions.append(answer.json()["session_id"])
+        assert len(sessions) == 2 and answer.status_code == 429 and "your part" in answer.text and "--sessions" in answer.text
+        other.open()
+        greedy.session = sessions[0]
+        bodies = [{"session_id": sessions[i % 2], "model_seq_id": i, "base_model": BASE, "lora_config": {"rank": 2}} for i in range(3)]
+        answers = [greedy.http.post("/api/v1/create_model", json=body) for body in bodies]
+        assert [answer.status_code for answer in answers] == [200, 200, 429] and "--models" in answers[2].text
+        assert other.model()
+        mine = one.app._keys[0][1]
+        one.app.open, one.app._open_of[mine] = 3, 3  # which wait for their answers
+        refused = greedy.http.get("/api/v1/sessions")
+        assert refused.status_code == 429 and "--open-requests" in refused.text
+        assert other.http.get("/api/v1/sessions").status_code == 200
+        one.app.open, one.app._open_of[mine] = 0, 0
+        assert greedy.http.get("/api/v1/sessions").status_code == 200
+
+
+def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
+    with server(tmp_path, keys=KEYS, samplers=6, samplers_in_memory=3) as one:
+        careful, greedy = (Wire(one, key) for key in KEYS)
+        careful.open(), greedy.open()
+        mine = careful.sampler(careful.model(), 1)  # in memory alone: once it is given back it is gone
+        model = greedy.model()
+        for i in range(8):
+            sampler = greedy.sampler(model, 1 + i, number=i)
+        assert len(one.book.samplers) <= 6 and mine in one.book.samplers
+        assert sum(found.client is not None for found in one.book.samplers.values()) <= 3
+        assert careful.sample(mine, 0, [4, 5]).sequences and greedy.sample(sampler, 0, [4, 5]).sequences
+
+
+def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path):
+    with server(tmp_path, samplers=1) as one:
+        wires = Wire(one)
+        wires.open()
+        base = one.desk.settings.bases[0]
+        for name in "ab":
+            one.book.add_sampler(Sampler(name, "local", wires.session, base))
+        assert "b" in one.book.samplers
+
+
+def test_one_owner_cannot_push_anothers_episodes_out():
+    sessions = Sessions(most=4)
+    sessions.open("careful", "mine")
+    for i in range(20):
+        sessions.open("greedy", str(i))
+    assert sessions.names("careful") == ["mine"] and sessions.names("greedy") == ["17", "18", "19"]
+    with pytest.raises(ChatRefused):
+        sessions.find("greedy", "0")
+
+
+def test_the_next_session_without_keys_finds_room_for_its_model(tmp_path):
+    with server(tmp_path, models=2) as one:
+        first, second = Wire(one), Wire(one)
+        first.open(), second.open()
+        first.model(0)
+        body = {"session_id": first.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 2}}
+        assert first.http.post("/api/v1/create_model", json=body).status_code == 429
+        second.model(0)
