@@ -76,6 +76,7 @@ COMPUTING = {
     "a fraction of large numbers": ["R", ["i", "0x" + "7" * 100_000], ["i", "0x" + "3" * 100_000]],
     "a decimal with a long exponent": ["M", "1e999999999999999999"],
     "a decimal with an exponent": ["M", "1E+999999"],
+    "a decimal with an exponent beyond the digits": ["M", "1E+131073"],
     "a decimal of many digits": ["M", "1" * 300_000],
     "a decimal that signals": ["M", "sNaN"],
     "a decimal of a text": ["M", "one"],

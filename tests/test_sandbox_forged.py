@@ -113,6 +113,20 @@ def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
         assert not wrong and not any(outcome.passed)
 
 
+def test_a_call_of_a_function_that_no_test_gave_is_forged(sandbox):
+    """Even where the right value follows."""
+    program = take_over("""
+def answer(request):
+    if request["do"] == "find":
+        return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
+    send({"call": "f7", "arguments": []})
+    take(int.from_bytes(take(8), "big"))
+    return packed({"id": request["id"], "value": 5})
+serve(answer)
+""")
+    assert sandbox.grade(program, Asserts("", ["assert f(1) == 5"], "f")).reasons[0].startswith("forged")
+
+
 def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
     for first in ('{"loaded": 1}', '{"loaded": true, "failed": 1}', '{"failed": "x"}', '{"failed": {}}', '{"failed": ["lost", "x"]}',
                   '{"failed": ["load", 5]}', "{}", "[]", "x", '{"failed": ["load", ["R", "1e9999999999"]]}'):  # fmt: skip
