@@ -30,7 +30,7 @@ _BY_FAMILY: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  #
         "1,2": (("1,2", "2, 1", r"1 \text{ and } 2", "1 and 2", r"\{1,2\}", "1, \\frac{4}{2}", "x=1, x=2",
             r"x = 1 \text{ or } x = 2"),
                 ("(1,2)", "[1,2]", "1", "1,2,3", "1,3", "12", "1.2", "(2,1)", "1,1")),
-        "(1,2)": (("(1,2)", r"\left(1, 2\right)", r"(1, \frac{4}{2})", "(1; 2)"), ("1,2", "(2,1)", "[1,2]", "(1,2]",
+        "(1,2)": (("(1,2)", r"\left(1, 2\right)", r"(1, \frac{4}{2})", "(1; 2)", "(x,y) = (1,2)"), ("1,2", "(2,1)", "[1,2]", "(1,2]",
             r"\{1,2\}", "(1,2,3)", "(1)")),
         "[1,2]": (("[1,2]", r"\left[1,2\right]", r"x \in [1,2]", r"x\in[1, 2]"), ("(1,2)", "[1,2)", "(1,2]", "[2,1]",
             "1,2", r"\{1,2\}")),
@@ -168,6 +168,7 @@ _BY_FAMILY: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  #
         r"\text{Evelyn}": (("Evelyn", "evelyn", r"\text{Evelyn}"), ("Eve", "Evelyn and Bob", "Bob")),
         "even": ((r"\text{even}", "Even"), ("odd", "neve", "event")),
         r"\text{Yes}": (("yes", "Yes"), ("no", "y")),
+        "A": (("A",), ("a", "B")),
         "ellipse": ((r"\text{ellipse}", r"\text{Ellipse}"), ("circle", r"\text{parabola}")),
     },
     "signs, factorials, products": {

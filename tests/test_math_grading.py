@@ -52,7 +52,7 @@ def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
 
 def _answers(shared_data: Path) -> list[str]:
     lines = (shared_data / "math" / "MATH_train.jsonl").read_text().splitlines()
-    return [json.loads(line)["answer"] for line in lines]
+    return [answer for line in lines if (answer := json.loads(line)["answer"])]
 
 
 def _other_spelling(answer: str) -> str:

@@ -277,7 +277,6 @@ def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_wrong():
     thread.join(timeout=60)
     assert [score.reward for score in results] == [1.0, 0.0, 1.0]
     assert [score.metrics["gave_up"] for score in results] == [0.0, 1.0, 0.0]
-    assert results[1].failure == "timeout"
 
 
 def test_a_worker_starts_without_torch_or_transformers():

@@ -9,7 +9,8 @@ import time
 import pytest
 from hostile_answers import ANSWERS, GOLD
 
-from rl.rewards import Scorer, guard, register_reward, registered_rewards, resolve_reward
+import rl
+from rl.rewards import Scorer, guard, maths, register_reward, registered_rewards, resolve_reward
 from rl.rewards.registry import _REGISTRY
 
 SETTINGS = {
@@ -91,22 +92,30 @@ def test_a_built_in_grader_whose_worker_is_killed_scores_0():
     assert score.reward == 0.0 and score.metrics == {"gave_up": 1.0} and scorer.counts["deaths"] == 1
 
 
-def test_a_built_in_grader_that_raises_scores_0_with_its_metrics(monkeypatch):
-    from rl.rewards import maths
+@pytest.fixture
+def breaks():
+    """The name of a built-in reward that raises or overflows."""
 
     def breaks(prompt, response, meta=None):
         return maths.RewardResult(10**400 if response == "large" else {}[response], {})
 
     breaks.__module__ = "rl.rewards.breaks"
     before = dict(_REGISTRY)
-    try:
-        register_reward("breaks", bounded=True, reports=("correct",))(breaks)
-        with Scorer("breaks") as scorer:
-            scores = scorer.score_many([("", "large", {}), ("", "missing", {})])
-    finally:
-        _REGISTRY.clear()
-        _REGISTRY.update(before)
+    yield register_reward("breaks", bounded=True, reports=("correct",))(breaks).__name__
+    _REGISTRY.clear()
+    _REGISTRY.update(before)
+
+
+def test_a_built_in_grader_that_raises_scores_0_with_its_metrics(breaks):
+    with Scorer(breaks) as scorer:
+        scores = scorer.score_many([("", "large", {}), ("", "missing", {})])
     assert [(score.reward, score.metrics) for score in scores] == [(0.0, {"correct": 0.0, "gave_up": 1.0})] * 2
+
+
+def test_a_run_counts_what_its_grader_gave_up_on(breaks, tmp_path):
+    small = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True}
+    row = rl.train("grpo", reward=breaks, output_dir=tmp_path / "run", **small).metrics[-1]
+    assert (row["reward/gave_up"], row["reward/failed"], row["env/all/correct"]) == (4, 0, 0.0)
 
 
 def test_a_fault_of_the_problem_and_a_reward_of_ones_own_stay_not_scored():

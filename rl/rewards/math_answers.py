@@ -16,6 +16,7 @@ _BASE = re.compile(r"(?:\\text)?\{?([0-9A-Z]+)\}?_(?:\{?(?:\\text\s*\{)?(\d+|[a-
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])")
 _NAME = re.compile(
     r"(?:\\?[a-zA-Z]+(?:_(?:\{[^{}]*\}|\w))?'*)(?:\s*\([^()=]*\))?"  # x, \theta, x_{12}, f(x), Area
+    r"|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)"  # (x, y)
     r"|(?:\\(?:text|mathrm|operatorname|overline|angle|triangle|vec|mathbf|hat|bar)\s*\{?[^={}+*/^-]*\}?\s*[A-Za-z]*)"
 )
 _SYMBOLS = re.compile(r"[a-zA-Z\s+*/()_{}-]+")
@@ -55,6 +56,8 @@ def _equal(answer: str, expected: str) -> bool:
     for same in (_REALS, _EMPTY):
         if re.sub(r"\s", "", expected) in same:
             return re.sub(r"\s", "", answer) in same
+    if re.fullmatch("[a-zA-Z]", answer) and re.fullmatch("[a-zA-Z]", expected):
+        return answer == expected
     words = as_words(expected)
     if words is not None and (said := as_words(answer)) is not None:
         return words == said

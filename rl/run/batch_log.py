@@ -88,5 +88,5 @@ class BatchLog:
 
 def gave_up_count(rollouts: Rollouts) -> float:
     """The number of answers that a built-in reward gave up on, which scored 0."""
-    turns = [turn for group in rollouts.groups for trajectory in group.trajectories_G for turn in trajectory.transitions]
+    turns = [turn for group in rollouts.sampled for trajectory in group.trajectories_G for turn in trajectory.transitions]
     return sum(value for turn in turns for name, value in turn.metrics.items() if name.rpartition("/")[2] == GAVE_UP)
