@@ -146,7 +146,8 @@ def test_published_problems_with_a_replaced_helper(shared_data):
         ("from solution import *", "def test():\n    def inner(): return f(2)\n    assert inner() == LIMIT"),
         ("from helper import *\nfrom solution import *", "def test(): assert check(f(2), 5)"),
         ("from again import *", "def test(): assert f(2) == LIMIT == 5"),
-        ("from solution import *\nfrom solution import *", "def test(): assert f(2) == 5"),
+        ("if False:\n    from solution import *\nelse:\n    from solution import *", "def test(): assert f(2) == 5"),
+        ("try:\n    from nowhere import *\nexcept ImportError:\n    from solution import *", "def test(): assert f(2) == 5"),
         ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),  # which another file has from outside
     ],
 )

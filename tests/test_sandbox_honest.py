@@ -71,7 +71,9 @@ def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
         "for name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', 'w').write('0')\n"
         "    except OSError: print('refused')\n"
     )
-    assert sandbox.run(text).stdout == "refused\nrefused\n"
+    child = f"import subprocess, sys\nran = subprocess.run([sys.executable, '-c', {text!r}], text=True, capture_output=True)\n"
+    child += "print(ran.stdout, end='')"
+    assert sandbox.run(text).stdout == sandbox.run(child).stdout == "refused\nrefused\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- packages

@@ -82,7 +82,8 @@ def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[st
 
 def _named(text: str, tree: ast.Module, module: str, names: set[str], modules: set[str]) -> str:
     """What another `import *` of the file brings comes last, so that the program does not replace that either."""
-    others = {"." * node.level + (node.module or "") for node in _stars(tree) if node.module != module}
+    outer = [node for node in _stars(tree) if node in tree.body and node.module != module]
+    others = {"." * node.level + (node.module or "") for node in outer}
     parts = [f"import {', '.join(sorted(modules))}"] * bool(modules) + [f"from {module} import {', '.join(sorted(names))}"] * bool(names)
     parts += [f"from {other} import *" for other in sorted(others)]
     lines = [line.encode() for line in text.split("\n")]
