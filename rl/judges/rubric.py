@@ -8,15 +8,16 @@ scale. Either way all questions about all answers of a batch are one batch for t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rl.episodes import TrajectoryGroup
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.errors import UserError
 from rl.judges.comparison import conversation_text
+from rl.judges.episode_rewards import episode_of
 from rl.judges.reward_scores import AT_ONCE
 from rl.renderers import split_thoughts
 from rl.rewards import Score
@@ -104,7 +105,7 @@ class RubricJudge:
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
-        asked = [_asked(trajectory.transitions[-1].logs) for group in groups for trajectory in group.trajectories_G]
+        asked = [_asked(trajectory) for group in groups for trajectory in group.trajectories_G]
         questions = self.rubric.questions
         unlike: dict[tuple[str, str], int] = {}  # equal answers to one conversation are read once
         places = [unlike.setdefault((repr(messages), answer), len(unlike)) for messages, answer in asked]
@@ -170,7 +171,7 @@ class RubricJudge:
             )
 
 
-def _asked(logs: Mapping[str, Any]) -> tuple[Sequence[Message], str]:
-    """The conversation that was answered, and the answer; of an environment that logs none, its prompt alone."""
-    messages = logs["messages"] if "messages" in logs else [{"role": "user", "content": str(logs.get("prompt", ""))}]
-    return messages, str(logs.get("response", ""))
+def _asked(trajectory: Trajectory) -> tuple[Sequence[Message], str]:
+    """Return the conversation up to the last answer, with the answers of earlier turns, and that answer."""
+    messages = episode_of(trajectory).messages
+    return messages[:-1], str(messages[-1]["content"])
