@@ -16,9 +16,9 @@ class Cheat(NamedTuple):
     earns: float = 0.0
 
 
-FAMILIES = {12: "dying midway", 13: "replaced helpers", 14: "comparators"}
+FAMILIES = {15: "dying midway", 16: "replaced helpers", 17: "comparators"}
 
-# ------------------------------------------------------------------------------------------------------- 12: dying midway
+# ------------------------------------------------------------------------------------------------------- 15: dying midway
 
 TEN = range(10)
 STYLES: dict[str, Tests] = {
@@ -63,11 +63,11 @@ def _dying() -> list[Cheat]:
     for style, tests in STYLES.items():
         for name, death in DEATHS.items():
             if style in ("pytest", "asserts", "calls") or name in _OFTEN:
-                found.append(Cheat(12, f"{name} ({style})", f"def f(n):\n    if n == 0: return 1\n    {death}\n    return 0\n", tests, 0.1))
+                found.append(Cheat(15, f"{name} ({style})", f"def f(n):\n    if n == 0: return 1\n    {death}\n    return 0\n", tests, 0.1))
     return found
 
 
-# --------------------------------------------------------------------------------------------------- 13: replaced helpers
+# --------------------------------------------------------------------------------------------------- 16: replaced helpers
 
 HEADS = {
     "32": (
@@ -127,14 +127,14 @@ def _replacing() -> list[Cheat]:
     found = []
     for number, (head, name, check) in HEADS.items():
         tests = Asserts(helpers_of(head, name), [check], name)
-        found += [Cheat(13, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests) for i, text in enumerate(REPLACED[number])]
-    found += [Cheat(13, f"a star import: {name}", text, Pytest({"test_it.py": _STAR})) for name, text in STARS.items()]
+        found += [Cheat(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests) for i, text in enumerate(REPLACED[number])]
+    found += [Cheat(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR})) for name, text in STARS.items()]
     other = {"test_it.py": _STAR.replace("import math, pytest\nfrom solution import *", "from solution import *; import math, pytest")}
-    found += [Cheat(13, f"a star import first: {name}", text, Pytest(other)) for name, text in STARS.items() if name in _FIRST]
+    found += [Cheat(16, f"a star import first: {name}", text, Pytest(other)) for name, text in STARS.items() if name in _FIRST]
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- 14: comparators
+# -------------------------------------------------------------------------------------------------------- 17: comparators
 
 # (compare, what the program returns as Python, expected)
 ALMOST: list[tuple[str, str, object]] = [
@@ -175,12 +175,12 @@ ALMOST: list[tuple[str, str, object]] = [
 
 def _almost() -> list[Cheat]:
     found = [
-        Cheat(14, f"{compare}: {code} for {str(expected)[:30]!r}", f"def f(): return {code}", Calls("f", [([], expected)], compare))
+        Cheat(17, f"{compare}: {code} for {str(expected)[:30]!r}", f"def f(): return {code}", Calls("f", [([], expected)], compare))
         for compare, code, expected in ALMOST
     ]
     for compare, code, expected in ALMOST:
         if isinstance(expected, str):
-            found.append(Cheat(14, f"{compare}, printed: {code}", f"print({code})", Dialogues([("", expected)], compare)))
+            found.append(Cheat(17, f"{compare}, printed: {code}", f"print({code})", Dialogues([("", expected)], compare)))
     return found
 
 
