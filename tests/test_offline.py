@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.losses.losses import get_loss
 from rl.methods import METHODS
 from rl.methods.base import Models
-from rl.methods.offline import Offline, check_answer, remark
+from rl.methods.offline import Offline, check_answer
 from rl.methods.offline_settings import OfflineOptions, OfflineSettings
 from rl.renderers import get_renderer
 from rl.run import execute as run
@@ -220,9 +220,9 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     targets, mask, logprobs, advantages = fields(scored, "target_tokens", "mask", "logprobs", "advantages")
     assert targets == [10, 3, 4, 12] and mask == [0, 1, 1, 1] and advantages == [0, -0.375, -0.375, -0.375]
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
-    said = remark(OfflineSettings(), [row])
+    said = Offline.remark(OfflineSettings(), [row])
     assert said is not None and said.startswith("1 of 2 stored answers have no logprobs: the policy as it is at the beginning scores them")
-    assert remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row]) is None
+    assert Offline.remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row]) is None
 
 
 def test_learned_baseline_by_hand():

@@ -95,16 +95,20 @@ class Kto(EvaluatesRows):
 
     def __init__(self, settings: KtoSettings):
         self.settings = settings
-        self._beside: list[Datum] = []  # each prompt of the batch with the answer of the next
+        self._beside: list[Datum] = []  # each prompt of the batch with an answer of the next row
+        self._rows: list[int] = []  # the row of each answer of the batch
 
     def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
         """A datum for each answer, with its label and the reference's logprobs; those for z are kept beside."""
-        answers = [answer for row in rows for answer in labelled(row)]
-        asked = [row for row in rows for _ in labelled(row)]
-        own = [self._datum(row, text, good, renderer) for row, (text, good) in zip(asked, answers, strict=True)]
-        next_row = len(labelled(rows[0]))  # of pairs the answer after an answer is to the same prompt
-        turned = [*answers[next_row:], *answers[:next_row]]
-        beside = [self._datum(row, text, True, renderer) for row, (text, _) in zip(asked, turned, strict=True)]
+        answers = [labelled(row) for row in rows]
+        others = [*answers[1:], *answers[:1]]  # of the next row each: those of a row's own prompt are no answers of others
+        own = [self._datum(row, text, good, renderer) for row, of_row in zip(rows, answers, strict=True) for text, good in of_row]
+        beside = [
+            self._datum(row, of_next[i % len(of_next)][0], True, renderer)
+            for row, of_row, of_next in zip(rows, answers, others, strict=True)
+            for i in range(len(of_row))
+        ]
+        self._rows = [i for i, of_row in enumerate(answers) for _ in of_row]
         scored = models.reference.logprobs([*own, *beside])
         found = [with_fields(datum, ref_logprobs=lp) for datum, lp in zip([*own, *beside], scored, strict=True)]
         self._beside = found[len(own) :]
@@ -122,7 +126,7 @@ class Kto(EvaluatesRows):
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         sums: dict[str, float] = {}
         norms, distances = [], []
-        for part in substeps(list(zip(datums, self._beside, strict=True)), settings.optim.num_substeps):
+        for part in substeps(list(zip(datums, self._beside, strict=True)), settings.optim.num_substeps, self._rows):
             own, beside = [list(side) for side in zip(*part, strict=True)]
             distances.append(self._distance(models, beside))
             forward = models.policy.forward_backward(own, "kto", self._config(distances[-1]), divisor=len(own))

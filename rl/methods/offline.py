@@ -62,11 +62,13 @@ class Offline:
 
     def __init__(self, settings: OfflineSettings):
         self.settings, self.how = settings, settings.offline
+        self._rows: list[int] = []  # the row of each answer of the batch
 
     def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
         """A datum for each stored answer, with what the loss needs: `advantages`, behaviour `logprobs`, `returns`."""
         answers = [answer for row in rows for answer in row.answers]
         datums = [answer_datum(row, answer, renderer) for row in rows for answer in row.answers]
+        self._rows = [i for i, row in enumerate(rows) for _ in row.answers]
         if self.how.loss == "bc":
             return [_renamed(datum, "mask", "weights") for datum in datums]
         datums = self._with_behaviour(datums, answers, models)
@@ -117,6 +119,7 @@ class Offline:
             loop=settings.loop,
             progress=progress,
             peak=settings.learning_rate,
+            rows=self._rows,
         )
         for name in ("optim/max_logprob_difference", "optim/entropy"):
             metrics.pop(name, None)

@@ -112,7 +112,7 @@ class BradleyTerry(EvaluatesRows):
         if not self.scalar:
             return one_pass(
                 models, datums, loss="cross_entropy", config={}, normalise="tokens", optim=settings.optim, loop=settings.loop,
-                progress=progress, peak=settings.learning_rate,
+                progress=progress, peak=settings.learning_rate, rows=[i // 2 for i in range(len(datums))],
             )  # fmt: skip
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]

@@ -31,12 +31,18 @@ def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: floa
     )
 
 
-def substeps(datums: Sequence[Item], n: int) -> list[list[Item]]:
-    """`datums` (or pairs of them) dealt out over n optimizer steps, in turn, so that each sees every problem's group.
+def substeps(datums: Sequence[Item], n: int, rows: Sequence[int] = ()) -> list[list[Item]]:
+    """Deal `datums` (or pairs of them) out over n optimizer steps, in turn, so that each step sees every problem's group.
 
-    Fewer datums than steps make fewer steps: an optimizer step on nothing is not taken.
+    `rows`: the row that each datum is of, neighbours together. Whole rows are then dealt out, in turn: the answers of a row differ in
+    what they stand for (good and bad, shown first and second), and a step that sees one place of each row alone sees one kind.
+    Fewer datums (or rows) than steps make fewer steps: an optimizer step on nothing is not taken.
     """
-    parts = [list(datums[i::n]) for i in range(n)]
+    order = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+    turns = [order[row] for row in rows] if rows else range(len(datums))
+    parts: list[list[Item]] = [[] for _ in range(n)]
+    for datum, turn in zip(datums, turns, strict=True):
+        parts[turn % n].append(datum)
     return [part for part in parts if part]
 
 
@@ -172,11 +178,12 @@ def one_pass(
     peak: float,
     max_tokens: int = 1,
     drawn: Sequence[Datum] = (),
+    rows: Sequence[int] = (),
 ) -> dict[str, float]:
     """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns `optim/...` metrics.
 
     Sampler and learner are compared on the first substep, whose weights are those that sampled. `drawn`: the same datums with the
-    sampler's logprobs, where the loss does not read them.
+    sampler's logprobs, where the loss does not read them. `rows`: see `substeps`.
     Where nothing has a gradient (every advantage is 0 and no other term is on) the step is taken at learning rate 0:
     AdamW's memory of earlier batches and its weight decay would move the weights for no reason. It counts as a step all the
     same, so versions, random streams and schedules stand as they would; `optim/skipped_no_signal` says how many there were.
@@ -185,7 +192,7 @@ def one_pass(
     metrics: dict[str, float] = {"optim/lr": params.learning_rate}
     sums: dict[str, float] = {}
     norms: list[float] = []
-    for i, part in enumerate(substeps(datums, optim.num_substeps)):
+    for i, part in enumerate(substeps(datums, optim.num_substeps, rows)):
         forward = models.policy.forward_backward(part, loss, config, divisor=divisor(part, normalise, max_tokens))
         signal = has_signal(part, loss, config)
         update = models.policy.optim_step(params if signal else replace(params, learning_rate=0.0))

@@ -1,0 +1,131 @@
+"""Methods that learn from rows with several answers: an optimizer step holds whole rows, whatever the number of steps."""
+
+import numpy as np
+import pytest
+
+from rl import ServiceClient
+from rl.judges.scoring import full_tokens
+from rl.methods.base import Models, Progress
+from rl.methods.kto import Kto, KtoSettings
+from rl.methods.offline import Offline
+from rl.methods.offline_settings import OfflineOptions, OfflineSettings
+from rl.methods.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
+from rl.run.hosts import StageHosts, make_renderer
+from rl.settings import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
+from rl.types import Problem, StoredAnswer
+
+ROWS = 8
+
+
+
+def optim(steps):
+    return OptimSettings(learning_rate=1e-3, num_substeps=steps)
+
+
+def loop():
+    return {"loop": RowLoopSettings(steps=4, batch_size=ROWS)}
+
+
+def pair(i):
+    return Problem([{"role": "user", "content": f"{i}+1="}], response=f"{i + 1}", rejected=f"{i + 2}0", index=i, tag="t")
+
+
+def single(i):
+    return Problem([{"role": "user", "content": f"{i}+1="}], response=f"{i + 1}", meta={"label": i % 3 > 0}, index=i, tag="t")
+
+
+def stored(i):
+    answers = StoredAnswer(1.0, f"{i + 1}", place="here"), StoredAnswer(0.0, f"{i + 2}0", place="here")
+    return Problem([{"role": "user", "content": f"{i}+1="}], answers=answers, index=i, tag="t")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=3) as service:
+        yield service
+
+
+class Noted:
+    """A policy that notes what each optimizer step is made of."""
+
+    def __init__(self, policy):
+        self._policy, self.steps = policy, []
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def forward_backward(self, datums, *args, **kwargs):
+        self.steps.append(list(datums))
+        return self._policy.forward_backward(datums, *args, **kwargs)
+
+
+def learn(service, method, rows, reference=False):
+    policy = Noted(service.create_full_training_client("tiny:ascii", seed=2))
+    hosts = StageHosts(service, policy._policy, ModelSettings(base_model="tiny:ascii"), None, {}, 2)
+    models = Models(policy, method.clients(method.settings, hosts) if reference else {})
+    renderer = make_renderer(policy._policy, None)
+    datums = method.datums(rows, renderer, models, 0)
+    metrics = method.learn(models, datums, Progress(0, 4))
+    return datums, policy.steps, metrics, models
+
+
+def numbers(steps, datums):
+    return [[next(i for i, one in enumerate(datums) if one is d) for d in part] for part in steps]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
+    method = Kto(KtoSettings(optim=optim(steps), **loop()))
+    datums, parts, metrics, models = learn(service, method, [pair(i) for i in range(ROWS)], reference=True)
+    expected = [[2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)]
+    assert numbers(parts, datums) == expected
+    for part in parts:
+        labels = [float(d.loss_fn_inputs["labels"].array[0]) for d in part]
+        assert labels.count(1.0) == labels.count(-1.0) == ROWS // steps
+    if steps == 1:  # z in float64: own prompts with answers of the next row
+        beside = method._beside
+        for i, other in enumerate(beside):
+            mask = other.loss_fn_inputs["mask"].array != 0
+            said = other.loss_fn_inputs["target_tokens"].array[mask].tolist()
+            after = datums[(i + 2) % len(datums)]
+            assert said == after.loss_fn_inputs["target_tokens"].array[after.loss_fn_inputs["mask"].array != 0].tolist()
+            assert full_tokens(other)[: int(np.argmax(mask)) + 1] == full_tokens(datums[i])[: int(np.argmax(mask)) + 1]  # its own prompt
+
+
+def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
+    """Pairs and single answers in one batch, in any order."""
+    for rows in ([single(0), pair(1), single(2), pair(3)], [pair(0), pair(1), single(2), single(3)]):
+        method = Kto(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
+        datums, _, _, _ = learn(service, method, rows, reference=True)
+        own = {tuple(full_tokens(d)) for d in datums}
+        assert len(method._beside) == len(datums)
+        assert not own & {tuple(full_tokens(d)) for d in method._beside}
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_comparing_reward_model_sees_both_orders_in_every_step(service, steps):
+    """And the weights are those of as many batches of the rows of each step, one after the other."""
+    how = RewardModelling(form="comparison")
+    rows = [pair(i) for i in range(ROWS)]
+    method = BradleyTerry(RewardModelSettings(reward_modelling=how, optim=optim(steps), **loop()))
+    datums, parts, metrics, models = learn(service, method, rows)
+    assert numbers(parts, datums) == [[2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)]
+    plain = BradleyTerry(RewardModelSettings(reward_modelling=how, optim=optim(1), loop=LoopSettings(steps=4, batch_size=ROWS)))
+    policy = service.create_full_training_client("tiny:ascii", seed=2)
+    for k in range(steps):
+        members = plain.datums(rows[k::steps], make_renderer(policy, None), Models(policy), 0)
+        plain.learn(Models(policy), members, Progress(0, 4))
+    after = [client.forward(datums, "cross_entropy").result().loss_fn_outputs for client in (models.policy, policy)]
+    for one, other in zip(*after, strict=True):
+        np.testing.assert_allclose(one["logprobs"].array, other["logprobs"].array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_offline_sees_good_and_bad_answers_in_every_step(service, steps):
+    how = OfflineOptions(loss="dro", baseline="group")
+    method = Offline(OfflineSettings(offline=how, optim=optim(steps), loop=LoopSettings(steps=4, batch_size=ROWS)))
+    datums, parts, _, _ = learn(service, method, [stored(i) for i in range(ROWS)], reference=True)
+    assert numbers(parts, datums) == [[2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)]
+    for part in parts:
+        signs = [np.sign(d.loss_fn_inputs["advantages"].array.sum()) for d in part]
+        assert signs.count(1.0) == signs.count(-1.0) == ROWS // steps
