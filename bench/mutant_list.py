@@ -410,7 +410,7 @@ MUTANTS = [
       "second review: a checkpoint loses the versions of half an answer", "staleness"),
     M("rl/methods/kto.py", "return max(0.0, float(np.mean(gaps)))", "return float(np.mean(gaps))", "second review: kto's z below 0",
       "kto"),
-    M("rl/methods/kto.py", "turned = [*answers[next_row:], *answers[:next_row]]", "turned = answers",
+    M("rl/methods/kto.py", "others = [*answers[1:], *answers[:1]]", "others = answers",
       "second review: kto's z of the prompt's own answer", "kto"),
     M("rl/methods/streaming.py", "            params = replace(params, learning_rate=0.0)\n", "            pass\n",
       "second review: a streamed batch without signal moves the weights", "streaming"),
