@@ -223,6 +223,52 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
     assert "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1=" in comparison_messages(in_the_loop)[0]["content"]
 
 
+def spoken(*exchange, told=True):
+    """An episode of turns (what was said, the answer), logged as environments with several turns do, or by prompts alone."""
+    turns = []
+    for asked, answer in exchange:
+        message = {"role": "user", "content": asked}
+        logs = {"prompt": asked, "response": answer} | ({"told": [message]} if told else {})
+        turns.append(Transition(ModelInput.empty(), SampledSequence([5], [-1.0]), 0.0, False, {}, logs))
+    return Trajectory(turns)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
+    """Both orders of every pair: what two episodes share stands above, and each one's own turns stand by its own answer."""
+    members = [
+        spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), told=told),
+        spoken(("2+2?", "5"), ("really?", "no, 4"), told=told),
+        spoken(("2+2?", "4!"), told=told),
+    ]
+    seen: list[str] = []
+    verdict = Verdict(1.0, 0.0, 0.0, True)
+
+    def verdicts(comparisons):
+        seen.extend(str(comparison_messages(shown)[0]["content"]) for one in comparisons for shown in (one, swapped(one)))
+        return [verdict for _ in comparisons]
+
+    (scores,) = ComparedInGroup(SimpleNamespace(verdicts=verdicts)).scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
+    assert scores == [1.0, 0.5, 0.0]
+    own = ["Assistant: 4\n\nUser: sure?\n\nAssistant: yes", "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!"]
+    shown = [(a, b) for i, j in itertools.combinations(range(3), 2) for a, b in ((own[i], own[j]), (own[j], own[i]))]
+    ending = "Which answer is better? Say A, B or tie.\n"
+    assert seen == [f"[Conversation]\n2+2?\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\n{ending}" for a, b in shown]
+
+
+def test_episodes_are_compared_from_where_they_part():
+    """A shared first turn belongs to the conversation; the same last answer after other turns is not the same episode."""
+    asked: list[Comparison] = []
+    judge = SimpleNamespace(verdicts=lambda found: asked.extend(found) or [Verdict(0.5, 0.5, 0.0, True) for _ in found])
+    members = [spoken(("a", first), ("c", last)) for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))]
+    ComparedInGroup(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
+    assert len(asked) == 5  # the first and the last are equal
+    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert (list(asked[0].messages), asked[0].first, asked[0].second) == (whole, "d", "e")
+    tail = "\n\nUser: c\n\nAssistant: d"
+    assert (list(asked[1].messages), asked[1].first, asked[1].second) == (whole[:1], "Assistant: b" + tail, "Assistant: x" + tail)
+
+
 class Scores:
     scores_alone = True
 

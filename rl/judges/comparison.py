@@ -43,6 +43,29 @@ class Verdict:
     consistent: bool
 
 
+def comparison_of(first: Sequence[Message], second: Sequence[Message]) -> Comparison:
+    """Make the comparison of two conversations that each end in an answer.
+
+    What both begin with is the conversation, shown once; what follows is each one's answer: its last message, or several with their
+    roles where either went on for more turns. Thoughts of earlier turns are left out, as those of an answer are.
+    """
+    shared = 0
+    while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
+        shared += 1
+    rests = [texts(list(messages[shared:])) for messages in (first, second)]
+    if max(map(len, rests)) == 1:
+        answers = [str(rest[0]["content"]) for rest in rests]
+    else:
+        answers = ["\n\n".join(_with_role(message) for message in rest) for rest in rests]
+    return Comparison(list(first[:shared]), answers[0], answers[1])
+
+
+def _with_role(message: Message) -> str:
+    content = str(message["content"])
+    shown = split_thoughts(content)[0].strip() if message["role"] == "assistant" else content
+    return f"{_ROLES.get(message['role'], message['role'])}: {shown}"
+
+
 def swapped(one: Comparison) -> Comparison:
     return Comparison(one.messages, one.second, one.first)
 

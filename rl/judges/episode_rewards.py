@@ -18,7 +18,9 @@ def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
     for number, turn in enumerate(trajectory.transitions):
         logs = turn.logs
         told = logs.get("told", logs.get("messages", [{"role": "user", "content": logs["prompt"]}] if logs.get("prompt") else ()))
-        messages += [dict(message) for message in told] if "told" in logs or number == 0 else []
+        if number and "told" not in logs and "messages" in logs:
+            messages = []  # the whole conversation so far stands in this turn's log
+        messages += [dict(message) for message in told]
         messages.append({"role": "assistant", "content": str(logs.get("response", ""))})
         turns.append(Turn(str(logs.get("response", "")), turn.reward, len(turn.ac.tokens), turn.ac.stop_reason, dict(turn.metrics)))
     return Episode(messages, turns, tag)

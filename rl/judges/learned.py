@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.episodes import Rollouts, TrajectoryGroup
 from rl.errors import UserError
-from rl.judges.comparison import Comparison, ComparisonModel
+from rl.judges.comparison import Comparison, ComparisonModel, comparison_of
+from rl.judges.episode_rewards import episode_of
 from rl.judges.reward_scores import AT_ONCE, scores_of
 from rl.renderers import Renderer
 from rl.rewards import Score
-from rl.types import Message, ModelInput
+from rl.types import ModelInput
 
 if TYPE_CHECKING:
     from rl.clients import TrainingClient
@@ -90,7 +91,8 @@ class RewardModel:
 class ComparedInGroup:
     """A judge: an episode's score is the share of its group that it is preferred to, a tie being half: 0 to 1, mean 1/2.
 
-    Equal answers tie without being shown. An answer alone in its group scores 1/2.
+    An episode of several turns is compared as a whole, from where it parts from the other. Equal episodes tie without being shown.
+    An answer alone in its group scores 1/2.
     """
 
     scores_alone = False
@@ -102,12 +104,11 @@ class ComparedInGroup:
         asked: list[tuple[int, int, int]] = []
         comparisons: list[Comparison] = []
         for g, group in enumerate(groups):
-            texts = [str(trajectory.transitions[-1].logs["response"]) for trajectory in group.trajectories_G]
-            messages = _asked(group.trajectories_G[0].transitions[-1].logs)
-            for i, j in combinations(range(len(texts)), 2):
-                if texts[i] != texts[j]:
+            whole = [episode_of(trajectory).messages for trajectory in group.trajectories_G]
+            for i, j in combinations(range(len(whole)), 2):
+                if whole[i] != whole[j]:
                     asked.append((g, i, j))
-                    comparisons.append(Comparison(messages, texts[i], texts[j]))
+                    comparisons.append(comparison_of(whole[i], whole[j]))
         # win[g][i]: how many others i is preferred to; equal answers share the point
         wins = [[(len(group.trajectories_G) - 1) / 2] * len(group.trajectories_G) for group in groups]
         for start in range(0, len(comparisons), AT_ONCE):
@@ -176,9 +177,3 @@ def judged(rollouts: Rollouts, rewards: LearnedRewards | None, *, alone: bool = 
     groups, errors = rewards.judge(rollouts.groups)
     seconds = rollouts.score_seconds + time.perf_counter() - start
     return replace(rollouts, groups=groups, errors=[*rollouts.errors, *errors], score_seconds=seconds)
-
-
-def _asked(logs: Mapping[str, Any]) -> Sequence[Message]:
-    """The whole conversation that was answered, as a judge is trained on it; of an environment that logs none, its prompt alone."""
-    return logs["messages"] if "messages" in logs else [{"role": "user", "content": str(logs["prompt"])}]
-

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rl.episodes import TrajectoryGroup
+from rl.episodes import Trajectory, TrajectoryGroup
 from rl.errors import UserError
 from rl.judges.comparison import conversation_text
-from rl.judges.conversations import conversation_of
+from rl.judges.episode_rewards import episode_of
 from rl.judges.reward_scores import AT_ONCE
 from rl.renderers import split_thoughts
 from rl.rewards import Score
@@ -105,8 +105,7 @@ class RubricJudge:
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
-        played = [trajectory for group in groups for trajectory in group.trajectories_G]
-        asked = [(conversation_of(one), str(one.transitions[-1].logs.get("response", ""))) for one in played]
+        asked = [_asked(trajectory) for group in groups for trajectory in group.trajectories_G]
         questions = self.rubric.questions
         unlike: dict[tuple[str, str], int] = {}  # equal answers to one conversation are read once
         places = [unlike.setdefault((repr(messages), answer), len(unlike)) for messages, answer in asked]
@@ -170,3 +169,9 @@ class RubricJudge:
                 f"the rubric's judge {self.client.info['base_model']} reads at most {limit} tokens, a conversation with its answer and a "
                 f"question has {length}: lower max_tokens or rubric_max_tokens, or take a judge of a longer context"
             )
+
+
+def _asked(trajectory: Trajectory) -> tuple[Sequence[Message], str]:
+    """Return the conversation up to the last answer, with the answers of earlier turns, and that answer."""
+    messages = episode_of(trajectory).messages
+    return messages[:-1], str(messages[-1]["content"])
