@@ -66,6 +66,14 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         outputs = made.forward(datums(found["drawn by the last weights"]), "importance_sampling").result().loss_fn_outputs
         found["learner"] = [output["logprobs"].tolist() for output in outputs]
         found["versions"] = [first.version, sampler.version, again.version, made.version]
+        if lora:  # an adapter of another scale: samplers elsewhere take that over as well
+            other = service.create_lora_training_client("tiny:addition", rank=lora, seed=4, alpha=None)
+            other.forward_backward(datums(found["drawn 0"]), "importance_sampling", divisor=12.0)
+            other.optim_step(AdamParams(learning_rate=1e-2))
+            made.load_state(other.save_state("other").result().path).result()
+            found["of another scale"] = drawn(made.save_weights_and_get_sampling_client(), 9)
+            expected = other.forward(datums(found["of another scale"]), "importance_sampling").result().loss_fn_outputs
+            found["of another scale, by the learner it came from"] = [output["logprobs"].tolist() for output in expected]
         top = SamplingParams(max_tokens=4, top_k=2, seed=1, stop=[])
         fresh = made.save_weights_and_get_sampling_client()
         made.optim_step(AdamParams(learning_rate=0.0))

@@ -16,7 +16,7 @@ from rl.episodes.episode import Trajectory, Transition
 from rl.errors import UserError
 from rl.layers import config_number, width
 from rl.learner import Learner, LearnerSettings
-from rl.losses import get_loss
+from rl.losses import VALUES, get_loss
 from rl.models import add_lora, load
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
 
@@ -256,10 +256,82 @@ def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
     assert gradient_error(learner, gradient) < 1e-4
 
 
-def test_a_pair_on_both_sides_of_the_original_length_is_an_error():
-    learner, data = make_learner(longrope()), datums(((20, (8, 40)),))
-    with pytest.raises(ValueError, match=r"of 27 and 59 tokens belong together.*beyond 32 tokens"):
-        learner._my_batches(data, 2)
+def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
+    """A preference pair, the better answer first: random tokens of these lengths, and what a reference says of them."""
+    found = []
+    for datum in datums(((prompt, (chosen, rejected)),), seed):
+        mask = (datum.loss_fn_inputs["weights"].array != 0).astype(np.float32)
+        reference = mask * np.random.default_rng(seed).uniform(-3.5, -2.5, len(mask)).astype(np.float32)
+        fields = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask, "ref_logprobs": reference}
+        found.append(Datum(datum.model_input, fields))
+    return found
+
+
+# lengths of prompt, chosen and rejected: on one side of 32 tokens, on both sides either way round, just at it, and beyond it
+PAIRS = [(20, 8, 40), (20, 40, 8), (12, 5, 9), (30, 3, 4), (6, 27, 48), (40, 9, 3)]
+
+
+def dpo_alone(model, pairs, beta: float = 0.1):
+    """DPO's loss in float64, one sequence a forward: its sum over pairs, the logprobs of each datum, and the gradient."""
+    model.zero_grad()
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    for pair in pairs:
+        sums = []
+        for datum in pair:
+            fields = {name: torch.from_numpy(data.array) for name, data in datum.loss_fn_inputs.items()}
+            logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+            logp = logits.log_softmax(-1).gather(-1, fields["target_tokens"][:, None])[:, 0]
+            sums.append(((logp - fields["ref_logprobs"]) * fields["mask"]).sum())
+            logprobs.append(logp.detach().numpy())
+        total = total - torch.nn.functional.logsigmoid(beta * (sums[0] - sums[1]))
+    total.backward()
+    return float(total.detach()), logprobs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("settings", [{}, {"layout": "shared"}, {"fused": False}, {"token_budget": 30}, {"gradient_checkpointing": True}],
+                         ids=lambda settings: "-".join(map(str, settings.items())) or "auto")  # fmt: skip
+def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencies_of_each_answer(settings):
+    model, pairs = longrope(), [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
+    loss, logprobs, gradient = dpo_alone(model, pairs)
+    learner = make_learner(model, **settings)
+    flat = [datum for pair in pairs for datum in pair]
+    outputs, sums = learner.run(flat, get_loss("dpo"), {"beta": 0.1}, temperature=1.0, divisor=1.0, backward=True)
+    assert sums["loss:sum"] == pytest.approx(loss, abs=1e-4) and sums["pairs:sum"] == len(PAIRS)
+    for i, expected in enumerate(logprobs):
+        np.testing.assert_allclose(outputs[i]["logprobs"], expected, atol=1e-4, err_msg=str(i))
+    assert gradient_error(learner, gradient) < 1e-4
+
+
+def test_the_parts_of_such_a_call_are_the_whole():
+    flat = [datum for seed, lengths in enumerate(PAIRS) for datum in pair_of(*lengths, seed)]
+    whole, parts = (make_learner(longrope(), token_budget=120) for _ in range(2))
+    how = {"temperature": 1.0, "divisor": 1.0, "backward": True}
+    outputs, sums = whole.run(flat, get_loss("dpo"), {}, **how)
+    number, total, found = 0, 0.0, {}
+    while number == 0 or number < parts.parts:
+        rows, metrics = parts.run(flat, get_loss("dpo"), {}, part=number, **how)
+        number, total, found = number + 1, total + metrics["loss:sum"], found | rows
+    assert number > 1 and total == sums["loss:sum"] and found.keys() == outputs.keys()
+    assert all(np.array_equal(found[i]["logprobs"], outputs[i]["logprobs"]) for i in outputs)
+    assert all(torch.equal(p.grad, parts.trainable[name].grad) for name, p in whole.trainable.items())
+
+
+def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
+    """Bradley-Terry reads the value head, at the last position of each answer."""
+    pairs = [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
+    loaded = load.add_value_head(load.LoadedModel(longrope(), None, "tiny", ()))
+    learner = Learner(loaded, accelerator(False), LearnerSettings(token_budget=300))
+    with torch.no_grad():
+        for name in learner.values:
+            learner.trainable[name].add_(torch.randn(learner.trainable[name].shape, generator=torch.Generator().manual_seed(1)))
+    bare = [[Datum(d.model_input, {k: d.loss_fn_inputs[k] for k in ("target_tokens", "mask")}) for d in pair] for pair in pairs]
+    how = {"temperature": 1.0, "divisor": 1.0, "backward": False}
+    alone = [[learner.run([d], VALUES, {}, **how)[0][0]["values"][-1] for d in pair] for pair in bare]
+    outputs, sums = learner.run([d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **how)
+    expected = sum(np.log1p(np.exp(-(float(chosen) - float(rejected)))) for chosen, rejected in alone)
+    assert sums["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    for i, score in enumerate(score for pair in alone for score in pair):
+        assert outputs[i]["values"][-1] == pytest.approx(score, abs=1e-5)
 
 
 def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_drawn(tmp_path):

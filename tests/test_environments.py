@@ -1,7 +1,9 @@
 """Environments as the rollout plays them: what is asked and answered, tools, limits, settings, and everything that breaks."""
 
 import asyncio
+import importlib
 import json
+import os
 import textwrap
 import time
 from dataclasses import dataclass
@@ -521,6 +523,80 @@ def test_the_process_gone_it_is_begun_again(play, bad_process):
     bad_process.root._process.kill()
     bad_process.root._process.wait()
     assert not play(bad_process, lambda *_: "a", rows=rows).errors
+
+
+# ------------------------------------------------------------------------------------------- the same, resolved in a script
+
+COUNTING = textwrap.dedent('''
+    import os
+    from rl.environments import Environment, Turn
+
+    EPISODES = []
+
+    class Counting(Environment):
+        """Ends with the number of episodes that its module has seen."""
+        def __init__(self, judge=None):
+            self.judge = judge
+        def start(self):
+            EPISODES.append(self.seed)
+            return "go"
+        def step(self, answer):
+            return Turn(reward=float(len(EPISODES)), done=True, metrics={"elsewhere": float(os.getpid() != self.row["pid"])})
+''')  # fmt: skip
+
+
+@pytest.fixture
+def resolve():
+    """`resolve_environment`, whose processes end with the test."""
+    made = []
+
+    def run(name, **more):
+        made.append(resolve_environment(name, **more))
+        return made[-1]
+
+    yield run
+    for spec in made:
+        if spec.root is not None:
+            spec.root.close()
+
+
+@pytest.mark.parametrize("how", ["die", "kill", "spin"])
+def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, how):
+    """As under `train.py`: in a thread of the script the first two would end these tests."""
+    spec = resolve(f"{bad_file}:Bad")
+    check_damage(play(spec, lambda *_: "a", members=3, rows=[{"how": how, "when": "step"}], limits=Limits(seconds=2)), how)
+
+
+@pytest.mark.parametrize("form", ["file", "module", "thread", "class"])
+def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(play, resolve, tmp_path, monkeypatch, form):
+    name = f"counting_{form}"
+    (tmp_path / f"{name}.py").write_text(COUNTING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = f"{name}:Counting" if form == "module" else f"{tmp_path / name}.py:Counting"
+    if form == "class":
+        spec = resolve(importlib.import_module(name).Counting)
+    else:
+        spec = resolve(place, **({"environment_isolation": "thread"} if form == "thread" else {}))
+    found = play(spec, lambda *_: "a", members=2, rows=[{"pid": os.getpid()}] * 2)
+    rewards = sorted(reward for group in found.groups for reward in group.get_total_rewards())
+    apart = form in ("file", "module")
+    assert not found.errors and (rewards == [1.0] * 4) == apart and (spec.root is not None) == apart
+    elsewhere = {t.metrics["elsewhere"] for group in found.groups for one in group.trajectories_G for t in one.transitions}
+    assert elsewhere == {float(apart)}
+
+
+def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(resolve, tmp_path):
+    (tmp_path / "judged.py").write_text(COUNTING)
+    with pytest.raises(ValueError, match=r"'judge'.*another process.*environment_isolation='thread'"):
+        resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0)
+    assert resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0, environment_isolation="thread").make().judge("") == 1.0
+    with pytest.raises(ValueError, match=r"environment_isolation is one of auto, thread, process.*'fork'"):
+        resolve(f"{tmp_path}/judged.py:Counting", environment_isolation="fork")
+    once = resolve(f"{tmp_path}/judged.py:Counting")
+    assert resolve_environment(once) is once
+    assert resolve_environment(once, environment_isolation="thread").root is None
+    with pytest.raises(ValueError, match="class of this script"):
+        resolve(Guess, environment_isolation="process")
 
 
 def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):

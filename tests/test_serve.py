@@ -117,6 +117,65 @@ def test_every_loss_gives_over_the_wire_what_it_gives_here(wires, here):
         assert refused["category"] == "user" and name in refused["error"]
 
 
+@pytest.mark.parametrize("rank", [8, 64])
+def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here, rank):
+    """After a step, whose size is in the adapter's matrices: the function is that of alpha 32, not that of alpha = rank."""
+    data, model, seen = texts(), wires.model(rank=rank), {}
+    wires.ask(model, 1, data)
+    wires.wait(wires.step(model, 2))
+    rows, _ = wires.output(wires.ask(model, 3, data, forward_only=True))
+    for alpha in (32, rank):
+        client = here.create_lora_training_client(BASE, rank, 7, alpha=alpha)
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(AdamParams(1e-2)).result()
+        seen[alpha] = [output["logprobs"].array for output in client.forward(data, "cross_entropy").result().loss_fn_outputs]
+    assert all(np.array_equal(there, mine) for there, mine in zip(rows, seen[32], strict=True))
+    assert not any(np.allclose(there, mine, atol=1e-3) for there, mine in zip(rows, seen[rank], strict=True))
+
+
+def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
+    """Saved by a server of before: its model was made with no alpha. Read back as a new model, and into one of today's."""
+    data = texts()
+    with server(tmp_path / "served") as one:
+        own, made = one.desk.service, []
+        before, wires = own.create_lora_training_client, Wire(one)
+        own.create_lora_training_client = lambda *given, **more: made.append(before(*given, alpha=None, **more)) or made[-1]
+        wires.open()
+        model = wires.model(rank=8)
+        del own.create_lora_training_client
+        wires.ask(model, 1, data)
+        wires.wait(wires.step(model, 2))
+        saved = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="before"))["path"]
+        fresh = wires.model(1, rank=8)
+        loaded = wires.wait(wires.post("load_weights", session_id=wires.session, model_seq_id=2, path=saved, optimizer=True))["model_id"]
+        wires.wait(wires.post("load_weights", model_id=fresh, seq_id=1, path=saved, optimizer=True))
+        rows = []
+        for name, seq in ((model, 4), (fresh, 2), (loaded, 1)):
+            wires.ask(name, seq, data)
+            wires.wait(wires.step(name, seq + 1))
+            rows.append(np.concatenate(wires.output(wires.ask(name, seq + 2, data, forward_only=True))[0]))
+    assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
+
+
+@pytest.mark.parametrize("form", ["no mask", "weights"])
+def test_tinkers_documented_datums_train_over_the_wire_as_with_a_mask(wires, form):
+    """A datum's first positions are its prompt: no advantage, a logprob of 0; `weights` say the same."""
+    models = [wires.model(number) for number in range(2)]
+    bare, masked = [], []
+    for datum in rewarded():
+        n = datum.model_input.length
+        mask = np.asarray([0.0] + [1.0] * (n - 1), np.float32)
+        fields = {name: datum.loss_fn_inputs[name].array for name in ("target_tokens", "logprobs", "advantages")}
+        fields = {**fields, "logprobs": fields["logprobs"] * mask, "advantages": fields["advantages"] * mask}
+        bare.append(datum.with_inputs(fields | ({"weights": mask} if form == "weights" else {})))
+        masked.append(datum.with_inputs(fields | {"mask": mask}))
+    for seq, loss in enumerate(("importance_sampling", "ppo", "cispo", "dro", "gspo"), start=1):
+        outputs = [wires.output(wires.ask(model, seq, data, loss)) for model, data in zip(models, (bare, masked), strict=True)]
+        assert outputs[0][1] == outputs[1][1]
+    steps = [wires.wait(wires.step(model, 6))["metrics"] for model in models]
+    assert steps[0] == steps[1] and steps[0]["grad_norm"] > 0
+
+
 def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
     model = wires.model()
     asked = [wires.ask(model, 1, texts()) for _ in range(3)]

@@ -245,9 +245,6 @@ def test_what_needs_values_says_so(service):
         ("ppo", {"value_coef": 0.1}, "returns"),
         ("ppo", {"value_coef": 0.1, "value_clip": 0.2}, "values_old"),
         ("ppo", {"kl_coef": 0.1}, "ref_logprobs"),
-        ("ppo", {"entropy_coef": 0.1}, "mask"),
-        ("dro", {}, "mask"),
-        ("gspo", {}, "mask"),
         ("value", {}, "mask"),
     ):
         lacking = [Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k != field}) for d in datums]

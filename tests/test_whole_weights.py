@@ -12,11 +12,12 @@ import torch
 from helpers import ADAM, call, make_worker, random_datums
 from safetensors.torch import load_file, save_file
 
+from rl.clients import ServiceClient
 from rl.clients.worker import ModelSpec
 from rl.errors import UserError
 from rl.models.load import load_model
 from rl.ranks import checkpoint
-from rl.types import LoraConfig
+from rl.types import LoraConfig, ModelInput
 
 
 def tiny(kind: str):
@@ -206,3 +207,39 @@ def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
     assert wanted == 0o666 & ~umask
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {wanted}
+
+
+# ------------------------------------------------------------------------------------------------------- bytes that repeat
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "gpt2"])
+def test_a_model_with_tied_weights_is_written_with_the_same_bytes_every_time(kind, tmp_path):
+    """The entries of a header's metadata come in the order of a hash map, another one for each write where there are several."""
+    from transformers import AutoModelForCausalLM
+
+    tiny(kind).save_pretrained(tmp_path / "base")
+    with ServiceClient(output_dir=tmp_path / "out") as service:
+        client = service.create_full_training_client(str(tmp_path / "base"))
+        written = [bytes_of(Path(client.save_weights_for_sampler(f"w{i}").result().path)) for i in range(4)]
+        ids = [1, 2, 3, 4]
+        expected = client.save_weights_and_get_sampling_client().compute_logprobs(ModelInput.from_ints(ids)).result()[1:]
+    raw = written[0]["model.safetensors"]
+    assert all(again["model.safetensors"] == raw for again in written)
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "sampler_weights" / "w0")
+    head = again.get_output_embeddings().weight
+    assert head is again.get_input_embeddings().weight and sum(list(entry["shape"]) == list(head.shape) for entry in header.values()) == 1
+    logprobs = again(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
+    assert expected == pytest.approx([float(logprobs[i, token]) for i, token in enumerate(ids[1:])], abs=1e-5)
+
+
+def test_an_adapters_config_lists_its_modules_in_one_order(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out") as service:
+        folder = Path(service.create_lora_training_client("tiny:addition", 2, 0).save_weights_for_sampler("adapter").result().path)
+    modules = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    assert modules == sorted(modules) and len(modules) > 3

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rl.clients.action_masks import reads_weights_as_mask, with_masks
+from rl.clients.context import ServiceContext
 from rl.episodes import check_datum
 from rl.errors import BadRequestError
 from rl.images import reader_of, without_reader
@@ -52,11 +54,16 @@ def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> N
     check_config(config)
 
 
-def check_call(data: Sequence[Datum], name: str, config: Mapping[str, Any], info: Mapping[str, Any]) -> LossSpec:
-    """The loss of that name, where every datum fits it and the model (`info`: the client's). Raises ValueError naming what does not."""
+def check_call(
+    data: Sequence[Datum], name: str, config: Mapping[str, Any], info: Mapping[str, Any], context: ServiceContext | None = None
+) -> tuple[LossSpec, Sequence[Datum]]:
+    """Return the loss of that name and the datums, with images read and (with a service's `context`) with masks.
+
+    Raises ValueError naming what does not fit the loss or the model (`info`: the client's).
+    """
     if not isinstance(name, str):
         raise BadRequestError(f"loss_fn is the name of a loss, got {name!r}: a function goes to forward_backward_custom")
-    loss = get_loss(name)
+    loss, data = get_loss(name), with_images(data, info)
     check_loss_config(name, loss, config)
     if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
         raise BadRequestError(f"data is a list of types.Datum, got {_kind_of(data)}")
@@ -64,9 +71,11 @@ def check_call(data: Sequence[Datum], name: str, config: Mapping[str, Any], info
         raise BadRequestError(f"{name} takes datums in groups of {loss.group}, one after the other; {len(data)} datums were given")
     if loss.needs_values(config):
         need_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
+    data = with_masks(data, name, loss, config, context) if context is not None else data
+    known = (*loss.known_fields, "weights") if reads_weights_as_mask(loss) else loss.known_fields
     for i, datum in enumerate(data):
         check_datum(
-            i, datum, required=loss.required, known=loss.known_fields, soft_targets=loss.soft_targets, vocab_size=info["vocab_size"],
+            i, datum, required=loss.required, known=known, soft_targets=loss.soft_targets, vocab_size=info["vocab_size"],
             max_context=info["max_context"],
         )  # fmt: skip
         loss.check_terms(i, datum.loss_fn_inputs, config)
@@ -74,7 +83,7 @@ def check_call(data: Sequence[Datum], name: str, config: Mapping[str, Any], info
             wanted = "0 (greedy) or at least 0.001: logits are divided by it"
             if number(f"datum {i}: temperature", datum.temperature, wanted, least=0.0) != 0:
                 number(f"datum {i}: temperature", datum.temperature, wanted, least=1e-3)
-    return loss
+    return loss, data
 
 
 def settled(given: Any, info: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rl.clients.drawn import DrawnSamples
 from rl.clients.driver import Driver
-from rl.errors import BadRequestError
+from rl.errors import BadRequestError, remark
 
 
 class ServiceContext:
@@ -33,6 +33,13 @@ class ServiceContext:
         self._models = 0
         self._versions = 0
         self._streams = 0
+        self._remarks: set[str] = set()
+
+    def remark_once(self, text: str) -> None:
+        """Warn of `text` the first time only."""
+        if text not in self._remarks:
+            self._remarks.add(text)
+            remark(text, stacklevel=7)
 
     def next_model_id(self) -> int:
         model_id, self._models = self._models, self._models + 1

@@ -1,4 +1,4 @@
-"""Remembers at which temperature samples were drawn, so that the learner scores each datum as it was sampled."""
+"""Remembers what samples were drawn and at which temperature, so that the learner scores each datum as it was sampled."""
 
 from __future__ import annotations
 
@@ -69,18 +69,65 @@ class DrawnSamples:
         return found.pop() if len(found) == 1 else None
 
     def _by_logprobs(self, datum: Datum) -> float | None:
-        fields = datum.loss_fn_inputs
-        if "logprobs" not in fields or "target_tokens" not in fields:
-            return None
-        tokens, logprobs = fields["target_tokens"].array, fields["logprobs"].array
-        if tokens.ndim != 1 or tokens.shape != logprobs.shape or not len(tokens):
-            return None
+        content = _content(datum)
+        known = self._ending_with(*content) if content is not None else None
+        return None if known is None else known[0]
+
+    def _ending_with(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[float, int] | None:
+        """Return (temperature, length) of the sample that these tokens and logprobs end with; None if no sample is known."""
         for last in range(min(_TAIL, len(tokens)), 0, -1):  # a sample shorter than _TAIL is its own tail
             for length in sorted(self._lengths.get(_digest(tokens[-last:], logprobs[-last:]), ()), reverse=True):
                 known = self._by_content.get(_digest(tokens[-length:], logprobs[-length:])) if length <= len(tokens) else None
                 if known is not None:
-                    return known[0]
+                    return known[0], length
         return None
+
+    def sampled_targets(self, datum: Datum) -> np.ndarray | None:
+        """Return which targets of the datum were sampled, bool [N], by its provenance or by tokens and logprobs; None if unknown.
+
+        A sample inside the datum is looked for where the next position has a logprob of 0, as observations have. A sample all of
+        whose logprobs are 0 is not recognised: any observation could be taken for it.
+        """
+        spans = datum.loss_fn_input_spans
+        if spans and any(isinstance(span, SampledProvenanceSpan) for span in spans):
+            sampled = np.repeat([isinstance(span, SampledProvenanceSpan) for span in spans], [span.length for span in spans])
+            return sampled if len(sampled) == datum.model_input.length else None
+        content = _content(datum)
+        if content is None:
+            return None
+        tokens, logprobs = content
+        sampled = np.zeros(len(tokens), bool)
+        with self._lock:
+            end = len(tokens)
+            for candidate in _possible_ends(logprobs):
+                if candidate > end:  # inside a sample that was recognised
+                    continue
+                end = candidate
+                while known := self._ending_with(tokens[:end], logprobs[:end]):
+                    begin = end - known[1]
+                    if not logprobs[begin:end].any():
+                        break
+                    sampled[begin:end] = True
+                    end = begin
+        return sampled if sampled.any() else None
+
+
+def _possible_ends(logprobs: np.ndarray) -> np.ndarray:
+    """Positions that a sample may end before, from the last: an observation (logprob 0) or nothing follows, and not only zeros precede."""
+    count = np.concatenate([[0], np.cumsum(logprobs != 0)])
+    ends = np.arange(1, len(logprobs) + 1)
+    near = count[ends] > count[np.maximum(ends - _TAIL, 0)]
+    followed = np.concatenate([logprobs[1:] == 0, [True]])
+    return ends[near & followed][::-1]
+
+
+def _content(datum: Datum) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (target tokens, logprobs) of a datum; None if it lacks them, or they are not one value a token."""
+    fields = datum.loss_fn_inputs
+    if "logprobs" not in fields or "target_tokens" not in fields:
+        return None
+    tokens, logprobs = fields["target_tokens"].array, fields["logprobs"].array
+    return (tokens, logprobs) if tokens.ndim == 1 and tokens.shape == logprobs.shape and len(tokens) else None
 
 
 def _digest(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:

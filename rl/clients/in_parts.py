@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from rl.clients.call_checks import check_call, with_images
+from rl.clients.call_checks import check_call
 from rl.clients.training import TrainingClient
 from rl.types import Datum, ForwardBackwardOutput, TensorData
 
@@ -18,8 +18,8 @@ def in_parts(
     What is submitted between two of them (a slice of samples, say) runs there: it waits for one and not for the call. Raises what
     the call raises; an update after a part that failed is refused, as after a whole one.
     """
-    config, data = dict(loss_fn_config or {}), with_images(data, client.info)
-    loss = check_call(data, loss_fn, config, client.info)
+    config = dict(loss_fn_config or {})
+    loss, data = check_call(data, loss_fn, config, client.info, client._context)
     drawn_at = client._drawn_at(data) if loss.as_sampled and "temperature" not in config else None
     outputs: dict[int, dict[str, Any]] = {}
     metrics, temperature, part, parts = {"loss:sum": 0.0}, 1.0, 0, 1

@@ -137,6 +137,7 @@ class Hangar(Drawing):
     def __init__(self, *given: object):
         super().__init__(*given)  # type: ignore[arg-type]
         self.shells: dict[int, LoadedModel] = {}
+        self.specs: dict[int, ModelSpec] = {}  # of each model, as its decoders were made
         self.decoders: dict[int, list[Decoder]] = {}  # of each model; those that nobody draws from are filled anew
         self.landings: dict[int, Landing] = {}
 
@@ -147,6 +148,7 @@ class Hangar(Drawing):
 
     def forget_model(self, model_id: int) -> None:
         self.shells.pop(model_id, None)
+        self.specs.pop(model_id, None)
         self.decoders.pop(model_id, None)
 
     def forget_version(self, version_id: int) -> None:
@@ -190,6 +192,9 @@ class Hangar(Drawing):
 
     def _free(self, manifest: Manifest) -> Decoder:
         """A decoder of the model that nobody draws from."""
+        if self.specs.setdefault(manifest.model_id, manifest.spec).lora != manifest.spec.lora:
+            self.forget_model(manifest.model_id)  # its adapter's scale has changed, and decoders keep theirs
+            self.specs[manifest.model_id] = manifest.spec
         made = self.decoders.setdefault(manifest.model_id, [])
         if not made:
             made.append(self._first(manifest))

@@ -30,6 +30,7 @@ from rl.types import LoraConfig
 from rl.types.checked import whole
 
 MAX_RANK = 4096
+TINKER_ALPHA = 32.0  # of every adapter on Tinker, whatever its rank, so that one learning rate suits all ranks
 
 
 class ServiceClient(AsyncService):
@@ -112,7 +113,7 @@ class ServiceClient(AsyncService):
         user_metadata: Mapping[str, str] | None = None,
         optimizer: types.OptimizerConfig | None = None,
         *,
-        alpha: float | None = None,
+        alpha: float | None = TINKER_ALPHA,
         train_vision: bool = False,
         train_experts: bool = False,
         tokenizer: str | None = None,
@@ -123,6 +124,7 @@ class ServiceClient(AsyncService):
         """A LoRA adapter on `base_model` (a hub name, a folder, tiny:<preset>); the base stays as it is.
 
         `user_metadata`: words of your own, saved with its checkpoints. `optimizer`: there is AdamW alone.
+        `alpha` (an extension): the adapter is scaled by alpha / rank. 32 by default, as on Tinker; None: alpha = rank.
         `value_head` (an extension): a scalar for each position besides, trained in full; see `forward`.
         `base_dtype` (an extension): what the frozen matrices are held in, "auto", "fp32", "bf16" or "4bit".
         `train_vision` (an extension): adapters on the vision tower of a model that sees, too; `train_experts`: on experts in one tensor.

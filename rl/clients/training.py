@@ -113,8 +113,8 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         entropy: bool = False,
         adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
-        config, data = dict(loss_fn_config or {}), with_images(data, self.info)
-        loss = check_call(data, loss_fn, config, self.info)
+        config = dict(loss_fn_config or {})
+        loss, data = check_call(data, loss_fn, config, self.info, self._context)
         number("divisor", divisor, "a positive number that the sum is divided by", least=0, open_ends=True)
         drawn_at = self._drawn_at(data) if loss.as_sampled and "temperature" not in config else None
         future = self._driver.submit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from rl.clients.parts import merged, summed
 from rl.clients.proof import Seen, look, look_at_learner
 from rl.clients.settings import WorkerSettings
 from rl.clients.versions import SamplerVersion
+from rl.errors import remark
 from rl.learner import Learner, ModelSpec, check_kind, chosen, reads_in_parts, saving
 from rl.losses import LossSpec, get_loss
-from rl.models import add_lora, add_value_head, load_unread
+from rl.models import add_lora, add_value_head, load_unread, set_alpha
 from rl.ranks import asks_for_fsdp, distributed
 from rl.sampler import Decoder, make_decoder
-from rl.types import AdamParams, Datum, SamplingParams
+from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
 
 
 class Worker(Drawing):
@@ -253,4 +255,16 @@ class Worker(Drawing):
 
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
         state = saving.load_state(self.learners[model_id], Path(path), with_optimizer, distributed.rank())
+        self._take_alpha(model_id, ModelSpec.from_json(state["spec"]).lora)
         return state
+
+    def _take_alpha(self, model_id: int, saved: LoraConfig | None) -> None:
+        """Scale the adapter as the one that its weights were loaded from: at another scale they would be another function."""
+        spec = self.specs[model_id]
+        if spec.lora is None or saved is None or saved.effective_alpha == spec.lora.effective_alpha:
+            return
+        remark(f"LoRA: alpha is {saved.effective_alpha:g} from now on, as in the checkpoint loaded (it was {spec.lora.effective_alpha:g})")
+        self.specs[model_id] = replace(spec, lora=replace(spec.lora, alpha=saved.alpha))
+        for model in (self.learners[model_id].model, self.learners[model_id].shell):
+            set_alpha(model, saved)
+        self.latest.pop(model_id, None)  # decoders keep the scale that they were made with

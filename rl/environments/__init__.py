@@ -1,18 +1,17 @@
 """What answers a policy: problems of one turn, and environments of several, with tools and seats."""
 
 from rl.environments.environment import POOL, Environment, Turn
+from rl.environments.isolation import isolated, resolve_environment, with_isolation
 from rl.environments.match import Match
 from rl.environments.play import EnvironmentGroup, Limits
 from rl.environments.played import played
 from rl.environments.pool import OpponentPool
 from rl.environments.problem import ProblemGroupBuilder, episode_of, prompt_text, reward_meta
-from rl.environments.process import isolated
 from rl.environments.registry import (
     EnvironmentSpec,
     environment_from_words,
     register_environment,
     registered_environments,
-    resolve_environment,
     settings_table,
     show_help,
 )
@@ -46,4 +45,5 @@ __all__ = [
     "settings_table",
     "show_help",
     "tool",
+    "with_isolation",
 ]

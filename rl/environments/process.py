@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -174,9 +173,11 @@ def _main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # those ask the run to stop; it ends this by letting go
     channel = socket.socket(fileno=fd)
-    address, settings, path = pickle.loads(_receive(channel)[0])
-    sys.path[:] = path
+    sent = _receive(channel)[0]
     try:
+        path, rest = pickle.loads(sent)
+        sys.path[:] = path
+        address, settings = pickle.loads(rest)  # settings may be of modules that are found by this path alone
         spec = environment_from_address(address, settings)
     except Exception as error:  # boundary: the environment's module
         _send(channel, json.dumps({"raised": says(error, 2000)}).encode())
@@ -236,19 +237,12 @@ class Root:
         none = subprocess.DEVNULL
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=none, stdout=none, stderr=none)
         theirs.close()
-        _send(ours, pickle.dumps((self.spec.address, dict(self.spec.settings), list(sys.path))))
+        _send(ours, pickle.dumps((list(sys.path), pickle.dumps((self.spec.address, dict(self.spec.settings))))))
         ours.settimeout(_START_SECONDS)
         found = _reply(ours, f"the process of environment {self.spec.name}")
         assert found is None
         ours.settimeout(None)
         self._channel = ours
-
-
-def isolated(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same environment, its episodes in processes of their own. UserError for a class that no other process could find."""
-    if spec.address is None:
-        raise UserError(f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file")
-    return replace(spec, root=Root(spec))
 
 
 def _forked(channel: socket.socket) -> Channel:

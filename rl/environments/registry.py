@@ -114,11 +114,8 @@ class EnvironmentSpec:
         return getattr(self.cls(**self.settings), "group", None) if hasattr(self.cls, "group") else None
 
 
-def resolve_environment(spec: str | type | EnvironmentSpec, **settings: Any) -> EnvironmentSpec:
-    """The environment that `spec` names: a registered name, "module:Class", "path/to/file.py:Class", or a class, with its settings.
-
-    A setting that it does not take is an error with the nearest that it does. Values are taken as they are.
-    """
+def environment_from_values(spec: str | type | EnvironmentSpec, settings: Mapping[str, Any]) -> EnvironmentSpec:
+    """The environment with settings as values, which are taken as they are. See `resolve_environment`."""
     if isinstance(spec, EnvironmentSpec):
         if settings:
             raise UserError(f"the environment {spec.name!r} is resolved and takes no settings, got {sorted(settings)}: pass its name")

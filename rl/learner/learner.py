@@ -24,7 +24,7 @@ from rl.learner.backend import Backend, make_backend, place
 from rl.learner.backend_shared import first_layers, hollow
 from rl.learner.balancing import Balancing
 from rl.learner.base import lower_
-from rl.learner.dealing import Dealing, batches, collect
+from rl.learner.dealing import Dealing, batches, collect, in_order, summed_terms
 from rl.learner.keeping import settled
 from rl.learner.logprobs import HeadRequest, LogprobHead
 from rl.learner.packing import PackedBatch
@@ -213,20 +213,19 @@ class Learner:
         self, batch: PackedBatch, loss: LossSpec, config: Mapping[str, float], temperature: float, entropy: bool
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """(the loss, what was found at each token by name, metrics) of one micro-batch."""
-        wants_entropy = entropy or loss.needs_entropy(config)
         likeliest = bool(config.get("token_accuracy"))
-        request = HeadRequest(batch.inputs["target_tokens"], batch.token_index, temperature, wants_entropy, loss.logprobs, likeliest)
-        inputs: dict[str, Any] = self._read(batch)
-        if batch.position_ids is not None:
-            inputs["position_ids"] = batch.position_ids
-        if batch.attention_mask is not None:
-            inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
-        with self.balancing.watching() as balance:
-            logp, entropy_T, values_T = self.head(self.backend.wrapped, request, **inputs)
+        parts, balances = [], []
+        for side in batch.sides or (batch,):
+            targets, wants_entropy = side.inputs["target_tokens"], entropy or loss.needs_entropy(config)
+            request = HeadRequest(targets, side.token_index, temperature, wants_entropy, loss.logprobs, likeliest)
+            with self.balancing.watching() as balance:
+                parts.append(self.head(self.backend.wrapped, request, **self._read(side)))
+            balances += [] if balance is None else [balance(side, loss)]
+        logp, entropy_T, values_T = in_order(parts, batch.side_order)
         fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
         value, metrics = loss.compute(logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused)
-        if balance is not None:
-            added, watched = balance(batch, loss)
+        if balances:
+            added, watched = summed_terms(balances)
             value, metrics = value + added, {**metrics, "loss:sum": value.detach(), **watched}
         if values_T is not None:
             # ZeRO wants every parameter touched by every backward, and the model's own output to be part of it
@@ -245,12 +244,17 @@ class Learner:
             raise ValueError(f"datums with {told} experts a token are not of this model ({self.layers}): sampled from another one?")
         return given(self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token)))
 
-    def _read(self, batch: PackedBatch) -> dict[str, Tensor]:
+    def _read(self, batch: PackedBatch) -> dict[str, Any]:
         """What the forward reads of a micro-batch's tokens and images."""
-        if self.reader is None or batch.images is None:
-            return {"input_ids": batch.input_ids}
-        rows, lengths = zip(*batch.images, strict=True)
-        return self.reader.inputs(inner_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if self.reader is not None and batch.images is not None:
+            rows, lengths = zip(*batch.images, strict=True)
+            inputs = self.reader.inputs(inner_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths)
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
+        return inputs
 
     @contextlib.contextmanager
     def _adapters(self, on: bool) -> Iterator[None]:
@@ -266,7 +270,8 @@ class Learner:
                           self.reader is not None)  # fmt: skip
         rounds = dealing.rounds(datums, group, drawn_at)
         self.parts = len(rounds)
-        return batches(datums, rounds if part is None else rounds[part : part + 1], group, drawn_at, self.accelerator.device)
+        wanted = rounds if part is None else rounds[part : part + 1]
+        return batches(datums, wanted, group, drawn_at, self.accelerator.device, self.length_switch)
 
     # ------------------------------------------------------------------------------------------------------------- step
 

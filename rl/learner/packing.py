@@ -36,6 +36,8 @@ class PackedBatch:
     temperature  what all of its datums are scored at
     experts      int64 [positions of input_ids, B * K] those that are given (see rl.layers.routing), -1 where they are not, or None
     images       of each row (padded alone) its images, placed, and how long it is; None where no datum has any
+    sides        of a batch whose rows share no forward: the batches of one forward each that it consists of; else empty
+    side_order   int64 [T] where each token of this batch stands in the tokens of `sides`, end to end; None without sides
     """
 
     input_ids: Tensor
@@ -49,6 +51,8 @@ class PackedBatch:
     temperature: float = 1.0
     experts: Tensor | None = None
     images: list[tuple[tuple[PlacedImage, ...], int]] | None = None
+    sides: Sequence[PackedBatch] = ()
+    side_order: Tensor | None = None
 
     @property
     def tokens(self) -> int:

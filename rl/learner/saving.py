@@ -60,6 +60,9 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
         model = _merged_copy(model)
     folder.mkdir(exist_ok=True)
     if is_lora(model):
+        for config in model.peft_config.values():  # PEFT would write a set in the order of its hashes
+            if isinstance(config.target_modules, set):
+                config.target_modules = sorted(config.target_modules)
         # An adapter on the head counts as one on an embedding layer to PEFT, which would then save the whole matrix.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
@@ -67,8 +70,8 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
         model.config.save_pretrained(str(folder))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
-        weights, tied = weights_to_write(model, {name: t for name, t in model.state_dict().items() if not is_value_head(name)})
-        save_torch_state_dict(weights, str(folder), shared_tensors_to_discard=tied)
+        weights = weights_to_write(model, {name: t for name, t in model.state_dict().items() if not is_value_head(name)})
+        save_torch_state_dict(weights, str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     if (reader := reader_of(inner_model(model))) is not None:

@@ -1,6 +1,6 @@
 """Losses: sums over tokens, pairs and answers."""
 
 from rl.losses.losses import CUSTOM, LOSSES, VALUES, LossSpec, get_loss
-from rl.losses.terms import KL_KINDS, check_config, switched_on
+from rl.losses.terms import KL_KINDS, MASKS, check_config, switched_on
 
-__all__ = ["CUSTOM", "KL_KINDS", "LOSSES", "LossSpec", "VALUES", "check_config", "get_loss", "switched_on"]
+__all__ = ["CUSTOM", "KL_KINDS", "LOSSES", "LossSpec", "MASKS", "VALUES", "check_config", "get_loss", "switched_on"]

@@ -11,7 +11,8 @@ Every loss is a SUM over tokens and datums (as Tinker's are); who wants a mean p
 Metrics are sums too (":sum"), so that they add over micro-batches and ranks. With lp = learner logprob,
 q = sampler logprob, r = exp(lp - q), A = advantage, w = weight. Thresholds are absolute ratios (0.8, 1.2).
 A datum's `mask` (or `sequence_ratio_mask`), where it has one, says which tokens a policy loss trains and counts: those where it
-is not 0, whatever their advantages. Without one they are those whose advantage is not 0.
+is not 0, whatever their advantages. Without one they are those whose advantage is not 0; a datum of a loss that has to know its
+actions exactly (`dro`, `gspo`, entropy, KL, values) gets a mask before it comes here (rl.clients.action_masks).
 Masked positions are selected away, never multiplied by zero: a NaN there changes nothing.
 What is added to a policy-gradient loss (entropy, KL to a reference, value loss) stands in rl.losses.terms.
 """

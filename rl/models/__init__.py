@@ -19,7 +19,7 @@ from rl.models.load import (
     value_head_of,
     vocabulary_of,
 )
-from rl.models.lora import add_lora, unadapted_share
+from rl.models.lora import add_lora, set_alpha, unadapted_share
 from rl.models.lora_targets import LATER_PARTS, PARTS, belongs_to_eyes
 from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
@@ -34,6 +34,7 @@ __all__ = [
     "merge",
     "read_adapter",
     "root_of",
+    "set_alpha",
     "LATER_PARTS",
     "Lazy",
     "LoadedModel",

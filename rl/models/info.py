@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,17 +14,54 @@ Family = Literal["qwen", "llama"]
 _EXPONENTS: dict[str, float] = {"qwen": 0.0775, "llama": 0.781}
 
 
-def get_recommended_renderer_name(model_name: str) -> str:
-    """The renderer for a model: "plain" for "tiny:..." and for a folder without a chat template, else "chat_template".
+# Families whose models are base models unless the name says otherwise, as their makers name them.
+_BASE_FAMILIES = frozenset(
+    "llama gemma codegemma mistral mixtral smollm smollm2 olmo gpt gpt2 distilgpt2 pythia opt falcon bloom mpt starcoder starcoder2".split()
+)
+_BASE_NAMES = frozenset(("phi-1", "phi-1_5", "phi-2"))
+# Parts of such a name that tell size, version, format or layout: 8b, v0.1, 17b, 16e, e4b, hf, scout, neo, deduped ...
+_NEUTRAL = re.compile(r"[vea]?\d[\w.]*|hf|scout|maverick|nemo|neo|neox|j|medium|large|xl|deduped")
 
-    A hub name cannot be looked into, so it is taken for a model with a template; where it has none, `get_renderer` says so.
+
+def get_recommended_renderer_name(model_name: str) -> str:
+    """Return the renderer for a model; nothing is fetched from the hub.
+
+    tiny:...    "plain" ("chat_template" for one that sees)
+    a folder    "chat_template" if it has a template, else "plain"
+    a hub name  "role_colon" for a base model by its name (Llama-3.1-8B, Qwen3-8B-Base), as on Tinker, even if it has a template, which
+                it was not trained with. For other names the hub's cache tells whether there is a template ("role_colon" if not);
+                "chat_template" if the tokenizer is not in the cache.
     """
     if model_name.startswith("tiny:"):
         return "plain" if get_preset(model_name).eyes is None else "chat_template"
     folder = Path(model_name).expanduser()
-    if folder.is_dir() and not _has_template(folder):
-        return "plain"
-    return "chat_template"
+    if folder.is_dir():
+        return "chat_template" if _has_template(folder) else "plain"
+    if is_base_name(model_name):
+        return "role_colon"
+    settings = _cached_folder(model_name)
+    return "chat_template" if settings is None or _has_template(settings) else "role_colon"
+
+
+def is_base_name(model_name: str) -> bool:
+    """Return whether a hub name is that of a model that was not tuned to chat, by the habits of those who publish models."""
+    name = model_name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    parts = re.split(r"[-_]", name)
+    if {"base", "pt"} & set(parts):
+        return not {"instruct", "chat", "it"} & set(parts)
+    return name in _BASE_NAMES or (parts[0] in _BASE_FAMILIES and all(_NEUTRAL.fullmatch(part) for part in parts[1:]))
+
+
+def _cached_folder(model_name: str) -> Path | None:
+    """Return the folder in the hub's cache that holds the settings of the tokenizer of a hub name; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = try_to_load_from_cache(model_name, "tokenizer_config.json")
+    except HFValidationError:  # a name that no hub repository can have
+        return None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def get_recommended_lora_lr(hidden_size: int, family: Family) -> float:

@@ -29,7 +29,7 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None =
         raise UserError(f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}")
     config = PeftConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha if lora.alpha is not None else lora.rank,  # type: ignore[arg-type]  # a float works
+        lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # a float works
         target_modules=targets(loaded.model, lora),
         target_parameters=expert_targets(loaded.model, lora) or None,
         lora_dropout=0.0,
@@ -49,3 +49,14 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None =
     return LoadedModel(model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.stored)
 
 
+def set_alpha(model: Any, lora: LoraConfig) -> None:
+    """Scale the adapters of `model` by the alpha of `lora`, as if they had been made with it."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name in layer.scaling:
+                layer.lora_alpha[name] = lora.effective_alpha
+                layer.scaling[name] = lora.effective_alpha / lora.rank
+    for config in model.peft_config.values():
+        config.lora_alpha = lora.effective_alpha

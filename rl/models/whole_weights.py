@@ -125,17 +125,30 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:_SHOWN])}{more})"
 
 
-def weights_to_write(model: Any, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """(`weights` of a model by name, names of those that reading ties to another and so need not be there).
+def weights_to_write(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `weights` of a model that a file holds: of tensors that are one, only the one that reading ties the others to.
 
     Where its head and embedding were untied, nothing that they shared is tied any more: each name gets its numbers.
     """
-    tied = list(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
+    tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
     if not tied or getattr(model.config.get_text_config(), "tie_word_embeddings", True):
-        return dict(weights), tied
+        return _without_shared(weights, tied)
     written: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in weights.items():
         written[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
-    return written, []
+    return written
+
+
+def _without_shared(weights: Mapping[str, Tensor], tied: Collection[str]) -> dict[str, Tensor]:
+    """Return the weights without names of a tensor that is kept under another: one that is not `tied`, the first of these by name.
+
+    `save_torch_state_dict` would leave them out too, and list them in the header, in an order that differs from file to file.
+    """
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in weights.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        names.setdefault(place, []).append(name)
+    kept = {min(group, key=lambda name: (name in tied, name)) for group in names.values()}
+    return {name: tensor for name, tensor in weights.items() if name in kept}

@@ -12,6 +12,7 @@ from rl.renderers.begun import opens_thoughts, shown
 from rl.renderers.begun_calls import certain_text
 from rl.renderers.chat_template import ChatTemplateRenderer
 from rl.renderers.ends import note_ends
+from rl.renderers.family_templates import with_family_template
 from rl.renderers.parsing import broken_call, split_thoughts, with_calls
 from rl.renderers.stops import StopsAt
 from rl.renderers.text import PlainRenderer, RoleColonRenderer
@@ -36,7 +37,7 @@ __all__ = [
     "with_calls",
 ]
 
-# Families render with the template that comes with the model; their names are kept for scripts that pass them.
+# Families render with the template that comes with the tokenizer; their names are kept for scripts that pass them.
 _TEMPLATE_NAMES: dict[str, dict[str, Any]] = {
     "chat_template": {},
     "llama3": {},
@@ -50,10 +51,13 @@ RENDERER_NAMES = (*_TEMPLATE_NAMES, "role_colon", "plain")
 def get_renderer(name: str, tokenizer: Any, *, eos_token_ids: Iterable[int] = (), **template_settings: Any) -> Renderer:
     """The renderer called `name` (one of RENDERER_NAMES). `template_settings` reach the model's chat template.
 
+    "llama3" needs no template: Llama 3's base models have its special tokens alone, and it is then written as Meta publishes it.
+
     `eos_token_ids`: tokens that end a sample, for a model of which the tokenizer does not know them. It does where it came with
     the model (`client.get_tokenizer()`), or has the model's config beside it.
     """
     if name in _TEMPLATE_NAMES:
+        tokenizer = with_family_template(tokenizer, name)
         return ChatTemplateRenderer(tokenizer, eos_token_ids, **{**_TEMPLATE_NAMES[name], **template_settings})
     if name not in RENDERER_NAMES:
         near = difflib.get_close_matches(name, RENDERER_NAMES, n=1)

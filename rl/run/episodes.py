@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl.data import ProblemSet
-from rl.environments import EnvironmentGroup, EnvironmentSpec, Limits, environment_from_words, isolated
+from rl.environments import EnvironmentGroup, EnvironmentSpec, Limits, environment_from_words, with_isolation
 from rl.episodes import EnvGroupBuilder
 from rl.errors import UserError, remark
 from rl.renderers import Renderer
@@ -28,8 +28,7 @@ def environment_of(settings: Any) -> EnvironmentSpec | None:
     spec = environment_from_words(env.environment, env.environment_settings)
     if spec.can_make_rows and not _names_data(settings.data):
         spec = replace(spec, own_rows=True)
-    theirs = env.environment_isolation == "process" or (env.environment_isolation == "auto" and ":" in spec.name)
-    return isolated(spec) if theirs else spec
+    return with_isolation(spec, env.environment_isolation)
 
 
 def own_rows(spec: EnvironmentSpec, data: DataSettings, env: EnvironmentSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:

@@ -51,11 +51,19 @@ TensorDtype: TypeAlias = Literal["int64", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
+    """Which matrices a LoRA adapter is put on, and its scale, `effective_alpha / rank`."""
+
     rank: int = 32
     seed: int | None = None
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    alpha: float | None = None  # extension: None means alpha = rank, so the adapter's scale is 1
+    # extension; None: alpha = rank, so that the adapter's scale is 1, as in checkpoints that state no alpha
+    alpha: float | None = None
     train_vision: bool = False  # extension: of a model that sees, its vision tower and projector as well
     train_experts: bool = False  # extension: of a model whose experts are one tensor [experts, .., ..], those as well
+
+    @property
+    def effective_alpha(self) -> float:
+        """Return alpha, or the rank if alpha is None."""
+        return self.alpha if self.alpha is not None else self.rank

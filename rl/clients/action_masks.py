@@ -1,0 +1,72 @@
+"""The mask of datums that come without one, as Tinker's do: which of their targets are actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.clients.context import ServiceContext
+from rl.errors import BadRequestError
+from rl.losses import MASKS, LossSpec, switched_on
+from rl.types import Datum, TensorData
+
+
+def reads_weights_as_mask(loss: LossSpec) -> bool:
+    """Return whether `weights` in a datum are the mask of this loss: it has one, and no weights of its own."""
+    return "mask" in loss.known_fields and "weights" not in loss.known_fields
+
+
+def with_masks(data: Sequence[Datum], name: str, loss: LossSpec, config: Mapping[str, Any], context: ServiceContext) -> Sequence[Datum]:
+    """Return the datums, each with the `mask` that the loss called `name` reads; the same list if nothing has to be added.
+
+    `weights` of 0 and 1 are the mask of a loss that has no weights of its own. A datum without either takes the recorded samples of
+    this service and the positions with an advantage; that is said once. Malformed fields stay as they are: `check_datum` names them.
+    Raises BadRequestError, naming the datum, for weights that are no mask or not the mask beside them.
+    """
+    if reads_weights_as_mask(loss):
+        data = [_weights_as_mask(i, datum) for i, datum in enumerate(data)]
+    needs = loss.terms and (loss.masked or switched_on(config))
+    if not needs or all(any(field in datum.loss_fn_inputs for field in MASKS) for datum in data):
+        return data
+    needed_by = " and ".join(([name] if loss.masked else []) + switched_on(config))
+    context.remark_once(
+        f"{needed_by} needs to know which tokens are actions, and datums have no mask: the recorded sampled tokens are used and the "
+        "positions with an advantage. loss_fn_inputs['mask'] says it otherwise: 1.0 at each sampled target, 0.0 elsewhere"
+    )
+    return [_with_mask(datum, context) for datum in data]
+
+
+def _weights_as_mask(index: int, datum: Datum) -> Datum:
+    fields = datum.loss_fn_inputs
+    weights = fields.get("weights")
+    if weights is None or weights.array.shape != (datum.model_input.length,):
+        return datum
+    others = weights.array[(weights.array != 0) & (weights.array != 1)]
+    if len(others):
+        raise BadRequestError(
+            f"datum {index}: 'weights' of a policy loss are 0 or 1 and say which targets are actions (as 'mask' does); got "
+            f"{float(others[0]):g}. Scale 'advantages' to weigh tokens"
+        )
+    for name in MASKS:
+        mask = fields.get(name)
+        if mask is not None and mask.array.shape == weights.array.shape and ((mask.array != 0) != (weights.array != 0)).any():
+            position = int(np.flatnonzero((mask.array != 0) != (weights.array != 0))[0])
+            raise BadRequestError(
+                f"datum {index} has 'weights' and {name!r}, which both say which targets are actions, and they differ first at "
+                f"position {position}: leave one of them out"
+            )
+    rest = {name: value for name, value in fields.items() if name != "weights"}
+    return datum.with_inputs(rest if any(name in fields for name in MASKS) else {**rest, "mask": weights})
+
+
+def _with_mask(datum: Datum, context: ServiceContext) -> Datum:
+    fields = datum.loss_fn_inputs
+    advantages = fields.get("advantages")
+    if any(name in fields for name in MASKS) or advantages is None or advantages.array.shape != (datum.model_input.length,):
+        return datum
+    actions, sampled = advantages.array != 0, context.drawn.sampled_targets(datum)
+    if sampled is not None and sampled.shape == actions.shape:
+        actions = actions | sampled
+    return datum.with_inputs({**fields, "mask": TensorData(actions.astype(np.float32), "float32")})

@@ -1,0 +1,138 @@
+"""Datums as Tinker documents them: no `mask`, or `weights` in its place. What the losses then take for actions."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from rl import ServiceClient
+from rl.types import AdamParams, Datum, ModelInput, PromptProvenanceSpan, SampledProvenanceSpan, SamplingParams
+
+POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+PROMPT = [3, 12, 5, 7]
+MASK = [0.0] * 3 + [1.0] * 4
+CONFIGS = {"dro": {"beta": 0.3}, "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
+
+
+@pytest.fixture
+def service(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out", seed=3) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service):
+    return service.create_full_training_client("tiny:addition", seed=2)
+
+
+def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
+    """A prompt of four tokens and an answer of four: prompt positions have logprobs and advantages of 0."""
+    answer = [4, 6, 8, 1]
+    inputs = {
+        "target_tokens": [*PROMPT[1:], *answer],
+        "logprobs": [0.0] * 3 + [-2.5, -2.7, -2.4, -2.9],
+        "advantages": [0.0] * 3 + list(advantages),
+    }
+    return Datum(ModelInput.from_ints([*PROMPT, *answer[:-1]]), {**inputs, **fields})
+
+
+def update(client, data, loss, config=None):
+    """(loss, gradient norm): what one call says of the datums."""
+    found = client.forward_backward(data, loss, config or CONFIGS.get(loss, {})).result().metrics["loss:sum"]
+    return found, client.optim_step(AdamParams(0.0)).result().metrics["grad_norm"]
+
+
+@pytest.mark.parametrize("loss", POLICY)
+def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        bare = [update(client, [documented(), documented((-1.0, -1.0, -1.0, -1.0))], loss) for _ in range(2)]
+    masked = update(client, [documented(mask=MASK), documented((-1.0, -1.0, -1.0, -1.0), mask=MASK)], loss)
+    assert bare == [masked, masked] and masked[1] > 0
+    told = [str(one.message) for one in heard if "mask" in str(one.message)]
+    assert len(told) == (1 if loss in ("dro", "gspo") else 0)
+    assert all(loss in text and "positions with an advantage" in text for text in told)
+
+
+def test_a_term_of_the_loss_takes_the_same_actions(client):
+    data, config = [documented()], {"entropy_coef": 0.1}
+    assert update(client, data, "ppo", config) == update(client, [documented(mask=MASK)], "ppo", config)
+
+
+@pytest.mark.parametrize("loss", POLICY)
+def test_weights_of_0_and_1_are_the_mask(client, loss):
+    """Also where they leave out a token that has an advantage, or take in one that has none."""
+    for mask in (MASK, [0.0] * 3 + [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
+        expected = update(client, [documented((0.5, 0.5, 0.0, 0.5), mask=mask)], loss)
+        assert update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask)], loss) == expected
+        assert update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask, mask=mask)], loss) == expected
+
+
+def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
+    pair = [documented(weights=MASK), documented(weights=MASK, target_tokens=[*PROMPT[1:], 4, 6, 9, 2])]
+    for datum in pair:
+        del datum.loss_fn_inputs["advantages"], datum.loss_fn_inputs["logprobs"]
+    masked = [datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": MASK}) for datum in pair]
+    assert update(client, pair, "simpo") == update(client, masked, "simpo")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"weights": [0.0] * 3 + [1.0, 0.5, 1.0, 1.0]}, r"datum 0.*weights.*0\.5.*advantages"),
+        ({"weights": [0.0] * 3 + [1.0, float("nan"), 1.0, 1.0]}, r"datum 0.*weights.*nan"),
+        ({"weights": [1.0] * 4}, r"datum 0: 'weights' has 4 values, the model_input has 7"),
+        ({"weights": MASK, "mask": [1.0] * 7}, r"datum 0.*'weights' and 'mask'.*position 0"),
+    ],
+)
+def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
+    for loss in ("ppo", "dro"):
+        with pytest.raises(ValueError, match=text):
+            client.forward_backward([documented(**fields)], loss)
+
+
+def sampled(client, turns, advantage):
+    """A datum of `turns` answers that the service drew, each after an observation, and the mask of what was drawn.
+
+    Every second token has the advantage, the others have none.
+    """
+    sampler = client.save_weights_and_get_sampling_client()
+    tokens, logprobs, mask = [], [], []
+    for turn in range(turns):
+        observation = [3 + turn, 12, 5]
+        tokens, logprobs, mask = tokens + observation, logprobs + [0.0] * 3, mask + [0.0] * 3
+        sequence = sampler.sample(ModelInput.from_ints(tokens), 1, SamplingParams(5, seed=turn + 7, stop=[])).result().sequences[0]
+        tokens, logprobs, mask = tokens + sequence.tokens, logprobs + sequence.logprobs, mask + [1.0] * len(sequence.tokens)
+    values = advantage * np.asarray(mask) * (np.arange(len(mask)) % 2)
+    fields = {"target_tokens": tokens[1:], "logprobs": logprobs[1:], "advantages": values[1:]}
+    return Datum(ModelInput.from_ints(tokens[:-1]), fields), mask[1:]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("loss", ["dro", "gspo"])
+def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, turns):
+    """A group of equal rewards: dro pulls its tokens back to what drew them all the same, and gspo's mean is over all of them."""
+    for advantages in (0.0, 0.7):
+        datum, mask = sampled(client, turns, advantages)
+        client.forward_backward([documented(mask=MASK)], "ppo").result()
+        client.optim_step(AdamParams(1e-2)).result()  # away from what drew it
+        expected = update(client, [datum.with_inputs({**datum.loss_fn_inputs, "mask": mask})], loss)
+        assert update(client, [datum], loss) == expected
+        assert expected[1] > 0 or (loss == "gspo" and advantages == 0.0)
+
+
+def test_provenance_tells_the_sampled_tokens(client):
+    """Of samples that this process did not draw: the spans of the targets say which of them were sampled."""
+    datum = documented((0.0, 0.0, 0.0, 0.0))
+    spans = [PromptProvenanceSpan(sequence_id="elsewhere:1", length=3), SampledProvenanceSpan(sequence_id="elsewhere:1", length=4)]
+    datum = datum.with_provenance([PromptProvenanceSpan(sequence_id="elsewhere:1", length=7)], spans)
+    expected = update(client, [documented((0.0, 0.0, 0.0, 0.0), mask=MASK)], "dro")
+    assert update(client, [datum], "dro") == expected and expected[1] > 0
+
+
+def test_a_datum_with_neither_mask_nor_advantages_still_names_what_it_lacks(service):
+    client = service.create_full_training_client("tiny:addition", seed=2, value_head=True)
+    datum = documented(returns=[0.0] * 3 + [1.0] * 4)
+    del datum.loss_fn_inputs["advantages"], datum.loss_fn_inputs["logprobs"]
+    with pytest.raises(ValueError, match=r"datum 0 lacks loss_fn_inputs\['mask'\]"):
+        client.forward_backward([datum], "value")
