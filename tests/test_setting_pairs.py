@@ -13,6 +13,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_streaming import off_the_policy
 from transformers import AutoModelForCausalLM
 
@@ -238,11 +239,12 @@ def policy_at(tmp_path_factory):
         method = PolicyGradient(settings_of(("none", "tokens", "whole", "ppo-mean")))
         for batch in range(3):  # versions 0 to 2 are behind it
             method.learn(Models(policy), method.credit(groups, Models(policy)), Progress(batch, 2))
-        yield policy, policy.save_state("beginning").result().path
+        path = policy.save_state("beginning").result().path
+        yield policy, path, AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32).double()
 
 
 def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
-    policy, path = policy_at
+    policy, path, model = policy_at
     policy.load_state_with_optimizer(path).result()
     method, models, baseline = PolicyGradient(settings_of(row)), Models(policy), Baseline(LOSSES[row[3]][1])
     for batch in range(2):
@@ -250,7 +252,8 @@ def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
         groups = groups_of(rng, version, row[2].startswith("late"))
         off_the_policy(policy, groups, rng)
         saved = policy.save_weights_for_sampler(f"{folder.name}-{batch}", ttl_seconds=600).result().path
-        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).double()
+        model.load_state_dict(load_file(f"{saved}/model.safetensors"), strict=False)
+        model.tie_weights()
         if row[2] == "parts":
             step = StreamedStep(method, models, Progress(0, 1))
             step.add(groups[: GROUPS // 2])

@@ -29,7 +29,7 @@ METHOD_SETTINGS = {
     "reward_model": ("reward_model", {}),
     "reward_model-comparison": ("reward_model", {"form": "comparison"}),
 }
-LENGTHS = {"short": (4, 20), "long": (34, 50), "either": (4, 50)}
+LENGTHS = {"short": (4, 20), "long": (34, 50), "either": (4, 50), "across": (4, 50)}
 TABLE = list(itertools.product(METHOD_SETTINGS, (1, 2, 3), LENGTHS))
 
 
@@ -46,13 +46,13 @@ class Numbers:
 
 
 def rows_of(lengths: str, seed: int) -> list[Problem]:
-    """Pairs whose two texts lie on one side of the original length; `lengths`: of a text, prompt and all."""
+    """Pairs whose texts lie on one side of the original length, or (across) on both sides of it, the preferred one longer or shorter."""
     rng, (low, high) = np.random.default_rng(seed), LENGTHS[lengths]
     rows = []
     for i in range(ROWS):
-        beyond = {"short": False, "long": True, "either": bool(i % 2)}[lengths]
-        side = (max(low, ORIGINAL + 2), high) if beyond else (low, min(high, ORIGINAL - 2))
-        texts = [int(rng.integers(max(side[0], 6), side[1])) for _ in range(2)]
+        beyond = {"short": (False, False), "long": (True, True), "either": (bool(i % 2),) * 2, "across": (bool(i % 2), not i % 2)}[lengths]
+        sides = [(max(low, ORIGINAL + 2), high) if far else (max(low, 6), min(high, ORIGINAL - 2)) for far in beyond]
+        texts = [int(rng.integers(*side)) for side in sides]
         prompt = int(rng.integers(2, 4))
         letters = ["".join(map(chr, rng.integers(97, 123, n).tolist())) for n in (prompt, *(n - prompt for n in texts))]
         rows.append(Problem([{"role": "user", "content": letters[0]}], response=letters[1], rejected=letters[2], index=i))
@@ -175,8 +175,7 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
 def each_pair() -> list[tuple[str, int, str]]:
     """Every method with every number of substeps, lengths in turn; and the other way round."""
     names = list(LENGTHS)
-    first = {(method, substeps, names[(i + substeps) % 3]) for i, method in enumerate(METHOD_SETTINGS) for substeps in (1, 2, 3)}
-    return sorted(first)
+    return [(method, substeps, names[(i + substeps) % 4]) for i, method in enumerate(METHOD_SETTINGS) for substeps in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("name", "substeps", "lengths"), each_pair())
