@@ -61,7 +61,7 @@ def full(folder: Path, stride: int) -> dict[str, int]:
             DISK.disarm()
             if "error" in answer:
                 assert answer["category"] == "server" and "undone" in answer["error"], (k, answer)
-                assert score(wires, model, next(seq)) == scores[-1], f"operation {k}: the weights changed, and the client was told they did not"
+                assert score(wires, model, next(seq)) == scores[-1], f"operation {k}: the weights changed, though the update failed"
                 bare = wires.wait(wires.step(model, next(seq)))
                 assert "repeat the forward_backward" in bare["error"], (k, bare)
                 wires.output(wires.ask(model, next(seq), texts(4, update)))
