@@ -227,7 +227,7 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
         asked = wires.ask_sample(sampler, 1, [4, 5], max_tokens=4)
         for name, request in (("sample", asked), ("train", trained)):
             promise = one.promises.find(request["request_id"], "local")
-            promise.done.add_done_callback(lambda _, name=name: order.append((name, len(slices))))
+            promise.ready.add_done_callback(lambda _, name=name: order.append((name, len(slices))))
         rows, metrics = wires.output(trained)
         assert [name for name, _ in order] == ["sample", "train"], order
         assert order[0][1] + 5 < order[1][1], "it did not wait for the call"

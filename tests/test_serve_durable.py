@@ -22,9 +22,10 @@ def run(library, folder, fault, stride):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# 24 operations come before the new folder is in its place. A stride of 8 meets the 25th too, whose failure undoes nothing.
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.campaign)])
 def test_an_update_on_a_full_disk_is_undone_and_done_once_when_repeated(faulty_disk, tmp_path, stride):  # noqa: F811
     found = run(faulty_disk, tmp_path, "full", stride)
     assert found["undone"] >= 20 // stride and found["done"] == 1, found

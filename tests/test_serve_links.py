@@ -8,8 +8,8 @@ from email.utils import parsedate_to_datetime
 
 import pytest
 from serving import Wire, server
-from test_serve import KEYS
 from starlette.testclient import TestClient
+from test_serve import KEYS
 
 from rl.serve.app import JsonLines
 

@@ -159,7 +159,8 @@ class Guard:
         self.desk.tally.add("requests_total", route=route, status=str(status))
         self.desk.tally.add("request_seconds_total", seconds, route=route)
         owner = scope.get("state", {}).get("owner", "")
-        fields = {"method": scope["method"], "path": shown_path(scope["path"]), "status": status, "ms": round(seconds * 1e3, 1), "owner": owner}
+        fields = {"method": scope["method"], "path": shown_path(scope["path"]), "status": status, "owner": owner}
+        fields["ms"] = round(seconds * 1e3, 1)
         log.info("request", extra=fields)
 
 

@@ -1,8 +1,9 @@
-"""What is checked of a base model when the server starts: its config, its tokenizer, and that there are weights."""
+"""Base models: what is checked of one when the server starts, and where clients find its tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,3 +28,20 @@ def checked_context(base: ServedBase) -> int | None:
     except Exception as error:  # boundary: whatever a config of others raises is a reason not to start
         raise UserError(f"--base-model {base.name} cannot be served: {error}") from error
     return max_context(skeleton)
+
+
+def tokenizer_place(base: ServedBase, tokenizer: Any, root: Path) -> str | None:
+    """Return where a client on this machine loads a tokenizer from, which it does by itself: a hub name or a folder.
+
+    The tokenizer of a tiny:<preset> is written below `root`.
+    """
+    where = base.tokenizer or base.where
+    if tokenizer is None:
+        return None
+    if not where.startswith("tiny:"):
+        folder = Path(where).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else where
+    folder = (root / "tokenizers" / where.removeprefix("tiny:")).resolve()
+    if not folder.is_dir():
+        tokenizer.save_pretrained(str(folder))
+    return str(folder)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from rl.errors import APIStatusError
 from rl.renderers import StopsAt, opens_thoughts, shown
 from rl.serve.answers import JsonAnswer
-from rl.serve.body import json_of
+from rl.serve.body import check_size, json_of
 from rl.serve.chat_fields import Refused, naming_words, own_texts
 from rl.serve.chat_reply import choice, head_of, parsed, reply
 from rl.serve.chat_request import read_chat, read_messages
@@ -88,6 +88,7 @@ def path_and(raw: bytes, request: Request) -> bytes:
 
 
 def read_json(raw: bytes) -> Any:
+    check_size(raw)
     try:
         return json_of(raw)
     except (ValueError, RecursionError) as error:

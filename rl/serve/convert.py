@@ -80,7 +80,7 @@ def _array(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def check_cells(data: Sequence[Any]) -> None:
-    """BadRequestError where tensors in compressed form would fill more than `_CELLS` and so many for each value: a few bytes could ask for any memory."""
+    """Raise BadRequestError for tensors in compressed form with many more cells than values: a few bytes could ask for any memory."""
     tensors = [one for message in data for one in message.loss_fn_inputs.values() if one.WhichOneof("encoding") == "sparse_csr"]
     cells = sum(math.prod(max(n, 0) for n in one.shape) for one in tensors)
     _check_cells(cells, sum(len(one.sparse_csr.col_indices) // 8 for one in tensors))

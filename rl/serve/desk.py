@@ -324,3 +324,7 @@ def _settle(done: Future, result: Any, error: BaseException | None, what: str) -
         log.error("work failed", extra={"what": what, "error": type(error).__name__}, exc_info=error)
     drop_traceback(error)
     done.set_exception(error)
+
+
+def log_unwritten(model_id: str, error: Exception) -> None:
+    log.error("a model could not be written", extra={"model": model_id, "error": type(error).__name__}, exc_info=error)

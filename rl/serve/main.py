@@ -189,7 +189,7 @@ async def _serve(served: Served, settings: ServeSettings, taken: list[socket.soc
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     looking.cancel()
     exit_in_time(settings.stop_grace)
-    await asyncio.to_thread(served.end, settings.stop_grace * 2 / 3)
+    await asyncio.to_thread(served.end, settings.stop_grace)
     server.should_exit = True
     await serving
 

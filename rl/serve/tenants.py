@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rl.clients import SamplingClient, TrainingClient, drop_gradients, in_parts
 from rl.errors import UserError
 from rl.ranks import checkpoint
 from rl.serve.book import LIVE, Book, Model, Sampler, Session, tenant_of
-from rl.serve.desk import Desk
+from rl.serve.desk import Desk, log_unwritten
 from rl.serve.promises import Promise
 from rl.serve.refusals import Interrupted, Refused
 from rl.serve.settings import ServedBase
@@ -21,7 +20,6 @@ from rl.serve.shares import surplus
 from rl.serve.turns import Job
 from rl.types import AdamParams, Datum
 
-log = logging.getLogger("whetstone.serve")
 Steps = Generator[None, None, Any]
 SAVED = "sampler_weights"
 _KEPT_SNAPSHOTS = 8  # of weights that were saved for samplers, so that the sampler that comes next needs not read them
@@ -173,7 +171,7 @@ class Tenants:
         try:
             self.write_out(model)
         except Exception as error:
-            log.error("a model could not be written", extra={"model": model.model_id, "error": type(error).__name__}, exc_info=error)
+            log_unwritten(model.model_id, error)
             saved = self.book.live_state(model)
             if saved is not None and saved["next_seq"] == model.ran + 1:
                 model.written = True  # the new folder is in its place: what failed came after that
@@ -218,7 +216,7 @@ class Tenants:
                     self._drop_half(model, "the server ended")
                     self.write_out(model)
                 except Exception as error:  # boundary: the models after this one are written
-                    log.error("a model could not be written", extra={"model": model.model_id, "error": type(error).__name__}, exc_info=error)
+                    log_unwritten(model.model_id, error)
 
     # -------------------------------------------------------------------------------------------------------------- verbs
 
@@ -330,28 +328,14 @@ class Tenants:
         found, folder = self.book.folder_of(model, owner)
         ids: Sequence[str] = [one.sampler_id for one in list(self.book.samplers.values()) if one.path == folder and one.owner == owner]
         sampler_id = ids[0] if ids else f"{found.model_id}:{folder.parent.name}:{folder.name}"
-        sampler = self.book.samplers.get(sampler_id)
-        if sampler is None:
-            sampler = self.book.add_sampler(Sampler(sampler_id, owner, found.session, found.base, folder))
-        return lambda: self.sampling_client(sampler)
+        known = self.book.samplers.get(sampler_id)
+        of_path = known or self.book.add_sampler(Sampler(sampler_id, owner, found.session, found.base, folder))
+        return lambda: self.sampling_client(of_path)
 
     def names(self, owner: str) -> list[tuple[str, ServedBase]]:
         """What `by_name` finds for this owner: weights that were saved for samplers, by their paths."""
         found = [(model, folder) for model in self.book.models_of(owner) for kind, folder in self.book.checkpoints(model) if kind == SAVED]
         return [(self.book.path_of(model, SAVED, folder.name), model.base) for model, folder in found]
-
-    def tokenizer_id(self, base: ServedBase, info: Mapping[str, Any]) -> str | None:
-        """Where a client on this machine loads the tokenizer from, which it does by itself: a hub name or a folder."""
-        where = base.tokenizer or base.where
-        if info["tokenizer"] is None:
-            return None
-        if not where.startswith("tiny:"):
-            folder = Path(where).expanduser()
-            return str(folder.resolve()) if folder.is_dir() else where
-        folder = (self.book.root / "tokenizers" / where.removeprefix("tiny:")).resolve()
-        if not folder.is_dir():
-            info["tokenizer"].save_pretrained(str(folder))
-        return str(folder)
 
 
 def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> None:

@@ -17,6 +17,7 @@ from rl.errors import BadRequestError
 from rl.ranks import checkpoint
 from rl.serve import convert, wire
 from rl.serve.answers import JsonAnswer
+from rl.serve.base_checks import tokenizer_place
 from rl.serve.body import Body
 from rl.serve.book import Book, Model, Sampler, Session
 from rl.serve.compressed import expanded, reads_zstd
@@ -133,7 +134,8 @@ class Tinker:
                 self.promises.add(settled(promise, {"model_id": model_id, "type": "create_model"}))
                 return JsonAnswer({"request_id": request_id, "model_id": model_id})
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
-            promise = self.promises.add(Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant))
+            promise = Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant)
+            self.promises.add(promise)
             self.desk.submit(session.owner, model.model_id, "create_model", lambda: work(model), promise.done, tenant)
         return JsonAnswer({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
 
@@ -155,7 +157,8 @@ class Tinker:
         model = self.book.model(body.text("model_id"), request.state.owner)
         tenant = self.desk.tenant(model.owner, model.session)
         info = await self.desk.run(model.owner, "get_info", lambda: self.tenants.client_of(model).info, tenant)
-        data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": self.tenants.tokenizer_id(model.base, info)}
+        place = await asyncio.to_thread(tokenizer_place, model.base, info["tokenizer"], self.book.root)
+        data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": place}
         found = {"type": "get_info", "model_id": model.model_id, "model_data": data, "model_name": model.base.name}
         return JsonAnswer({**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]})
 
@@ -168,7 +171,8 @@ class Tinker:
 
         `raw`: its body, or a digest of it with the body's `size`.
         """
-        request_id, digest, size = f"{model.model_id}:{seq}", digest_of(what.encode(), raw), len(raw) if size is None else size
+        request_id, digest = f"{model.model_id}:{seq}", digest_of(what.encode(), raw)
+        size = len(raw) if size is None else size
         if self.desk.ending:
             raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
         if self.promises.known(request_id, digest) is None:
