@@ -117,6 +117,19 @@ def test_scores_are_those_of_transformers(architecture, how, tmp_path, service):
     assert len({round(score, 4) for scores in expected for score in scores}) == 6  # all but the equal answers differ
 
 
+def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
+    """Each turn logs what it was told; the score is that of the same conversation given at once."""
+    folder = write_model(tmp_path / "model")
+    transitions = []
+    for question, answer in (("What is 2+2?", "4."), ("And 3+3?\n", "6.")):
+        logs = {"prompt": question, "told": [{"role": "user", "content": question}], "response": answer}
+        action = SampledSequence([5, 6], [-1.0, -1.0], "stop")
+        transitions.append(Transition(ModelInput.from_ints([1, 2]), action, 0.0, False, {}, logs))
+    groups = [TrajectoryGroup([Trajectory(transitions)], [0.0], [{}])]
+    scores = PublishedRewardModel(service.create_classifier_client(folder), folder).scores(groups)
+    assert scores[0] == pytest.approx(by_transformers(folder)[1][:1], rel=1e-5, abs=1e-5)
+
+
 def test_an_answer_cannot_write_a_turn(tmp_path, service):
     """Its special tokens are read as text: another score than that of the tokens themselves, and the same number of turns."""
     folder = write_model(tmp_path / "model")

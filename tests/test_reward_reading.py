@@ -133,6 +133,24 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
     assert reader.read[0] == (wanted[: len(reader.read[0])]) and len(reader.read[0]) < len(wanted)  # without the end mark
 
 
+@pytest.mark.parametrize("shares_vocabulary", [True, False])
+def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, shares_vocabulary):  # noqa: F811
+    """By the texts of all turns; one of the policy's vocabulary reads the prompt that the policy saw, which holds them."""
+    renderer = renderers("role_colon", "llama-like")
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "ab?"}]
+    expected = scored_pair(Problem(talk, response="st", rejected="x"), renderer)[0].model_input.to_ints()
+    turns = []
+    for i, answer in ((1, "4"), (3, "st")):
+        logs = {"prompt": talk[i - 1]["content"], "told": [talk[i - 1]], "response": answer}
+        tokens = renderer._encode(f" {answer}\n\nUser:", continuing=True)
+        action = SampledSequence(tokens, [-1.0] * len(tokens), "stop")
+        turns.append(Transition(renderer.build_generation_prompt(talk[:i]), action, 0.0, False, {}, logs))
+    reader = Reader()
+    group = TrajectoryGroup([Trajectory(turns)], [0.0], [{}])
+    RewardModel(reader, "rm", renderer, shares_vocabulary=shares_vocabulary).scores([group])
+    assert reader.read == [expected]
+
+
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
 def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_data, tmp_path):  # noqa: F811
     """A real model, after a step of training: the margins of pairs as `evaluate` gives them, and of the same answers when drawn."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rl.episodes import Rollouts, TrajectoryGroup
 from rl.errors import UserError
@@ -20,10 +20,11 @@ from rl.judges.episode_rewards import episode_of
 from rl.judges.reward_scores import AT_ONCE, scores_of
 from rl.renderers import Renderer
 from rl.rewards import Score
-from rl.types import ModelInput
+from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
     from rl.clients import TrainingClient
+
 
 class GroupScorer(Protocol):
     """`scores_alone`: whether an answer without others to be compared with has a score."""
@@ -73,7 +74,7 @@ class RewardModel:
         for trajectory in group.trajectories_G:
             last = trajectory.transitions[-1]
             prompt, answer = last.ob, last.ac.tokens
-            messages = last.logs.get("messages") if self.shares_vocabulary else _asked(last.logs)
+            messages = last.logs.get("messages") if self.shares_vocabulary else episode_of(trajectory).messages[:-1]
             if messages is not None:
                 told.append(messages)
                 if id(messages) not in prompts:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rl.episodes import TrajectoryGroup
 from rl.errors import UserError
+from rl.judges.episode_rewards import episode_of
 from rl.judges.reward_scores import AT_ONCE
 from rl.renderers import ConversationRenderer
 from rl.rewards import Score
-from rl.types import Message
 
 if TYPE_CHECKING:
     from rl.clients import ClassifierClient
@@ -32,8 +32,8 @@ class PublishedRewardModel:
         self.renderer = ConversationRenderer(client.get_tokenizer(), name)
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
-        logs = [trajectory.transitions[-1].logs for group in groups for trajectory in group.trajectories_G]
-        inputs = [tuple(self.renderer.build_conversation(_conversation(log))) for log in logs]
+        episodes = [episode_of(trajectory) for group in groups for trajectory in group.trajectories_G]
+        inputs = [tuple(self.renderer.build_conversation(episode.messages)) for episode in episodes]
         self._check_length(max(map(len, inputs), default=0))
         unlike = list(dict.fromkeys(inputs))  # equal answers to one conversation are read once
         found: list[float] = []
@@ -80,9 +80,3 @@ class WeightedRewardModels:
         assert len(values) == len(weights)  # reward models give numbers
         metrics = {f"reward/learned/{name}": value for name, value in zip(self.names, values, strict=True)}
         return Score(sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics)
-
-
-def _conversation(logs: Mapping[str, Any]) -> list[Message]:
-    """Return the messages up to and with the last answer; if the environment logs none, the prompt alone stands before the answer."""
-    asked = logs["messages"] if "messages" in logs else [{"role": "user", "content": str(logs["prompt"])}]
-    return [*asked, {"role": "assistant", "content": str(logs["response"])}]
