@@ -15,6 +15,7 @@ import pytest
 from serving import BASE, PROTOBUF, Wire, server
 from test_serve import texts
 from test_serve_gone import until
+from transformers import PreTrainedTokenizerFast
 
 from rl.clients import ServiceClient
 from rl.errors import UserError
@@ -67,6 +68,29 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
         for name, call in calls.items():
             answer, longest = longest_wait(one.app, call)
             assert answer.status_code < 400, (name, answer.text)
+            assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
+
+
+def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
+    slow = 0.6
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    def slowly(*arguments, **named):
+        time.sleep(slow)
+        return encode(*arguments, **named)
+
+    with server(tmp_path) as one:
+        calls = {
+            "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}),
+            "completion": ("/v1/completions", {"prompt": "1+1=", "max_tokens": 2}),
+        }
+        for path, body in calls.values():  # so that the model is loaded
+            answer, _ = longest_wait(one.app, lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}))
+            assert answer.status_code == 200, answer.text
+        monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", slowly)
+        for name, (path, body) in calls.items():
+            answer, longest = longest_wait(one.app, lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}))
+            assert answer.status_code == 200, (name, answer.text)
             assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
 
 

@@ -180,9 +180,13 @@ async def chat(serving: Serving, body: Any, session: Session, live: Live | None)
         with_tools = renderer.with_tools(asked.tools)
     except ValueError as error:
         raise Refused(str(error), "tools") from error
-    try:
+
+    def tokenize() -> list[int]:
         with naming_words("messages"):
-            prompt = session.prompt(with_tools, asked.messages, asked.tools)
+            return session.prompt(with_tools, asked.messages, asked.tools)
+
+    try:
+        prompt = await asyncio.to_thread(tokenize)  # a megabyte takes more than a second
     except ValueError as error:
         raise Refused(str(error), "messages") from error
     params, head = asked.params(with_tools), head_of("chatcmpl", asked.model)

@@ -89,7 +89,7 @@ async def completions(serving: Serving, body: Any, session: Session, live: Live 
     """Every prompt n times, as one batch where the desk makes one; the choice of prompt p's sample j has the index p * n + j."""
     desk = serving.desk
     tokenizer = await session.tokenizer(desk, Fields(body).text("model"))
-    asked = _read(body, tokenizer)
+    asked = await asyncio.to_thread(_read, body, tokenizer)  # tokenizing a megabyte takes more than a second
     if asked.logprobs and not session.reads_again:
         raise Refused("logprobs above 0 are not served in an episode that is trained on: 0 gives those of the drawn tokens", "logprobs")
     scored = {"include_prompt_logprobs": True, "topk_prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
