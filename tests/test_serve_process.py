@@ -1,12 +1,15 @@
 """serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and the log of one that runs."""
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +190,46 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
         after = again.output(again.ask(model, 5, texts(5, 1), forward_only=True))[0]
     for a, b in zip(after, found[0][1], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
+    """Twice: as soon as it listens, and while a million tokens are being sampled. Nothing that was saved is lost."""
+    process, url = started(tmp_path)
+    try:
+        wires = Wire.over(httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=60))
+        wires.open()
+        model = wires.model()
+        expected = wires.output(wires.ask(model, 1, texts(3, 0), forward_only=True))[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    for busy in (False, True):
+        process, url = started(tmp_path, "--resume", "--stop-grace", "6")
+        try:
+            if busy:
+                body = {"model": BASE, "prompt": ["1+"] * 32, "max_tokens": 500, "n": 64, "ignore_eos": True}
+                asking = threading.Thread(target=ended_early, args=(f"{url}/v1/completions", body), daemon=True)
+                asking.start()
+                time.sleep(2.0)
+                assert asking.is_alive()
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+            assert time.monotonic() - begin < 6 + 5  # the grace, and an interpreter that ends on a busy machine
+        finally:
+            process.kill()
+    with server(tmp_path / "out", resume=True) as one:
+        after = Wire(one)
+        found = after.output(after.ask(model, 2, texts(3, 0), forward_only=True))[0]
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def ended_early(url, body):
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(url, json=body, timeout=60)
 
 
 @pytest.mark.slow
