@@ -221,3 +221,21 @@ def check_owed(found, group) -> None:
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
     group = owing_group(sampler.info["max_context"], owed_kinds())
     check_owed(rollout([group], sampler, PARAMS, seed=2), group)
+
+
+@pytest.mark.parametrize("place", ["initial_observation", "make_envs", "step"])
+def test_environments_are_closed_when_one_of_them_raises(sampler, place):
+    """What an environment raises ends the rollout; all that were made are closed, those of the groups before it too."""
+    groups = [owing_group(sampler.info["max_context"], [None, None]) for _ in range(2)]
+
+    def fail(*arguments):
+        raise LookupError("of the environment")
+
+    if place == "make_envs":
+        groups[1].make_envs = fail
+    else:
+        setattr(groups[1].envs[1], place, fail)
+    with pytest.raises(LookupError, match="of the environment"):
+        rollout(groups, sampler, PARAMS, seed=2)
+    made = groups[:1] if place == "make_envs" else groups
+    assert [env.closed for group in made for env in group.envs] == [1] * 2 * len(made)

@@ -83,14 +83,14 @@ def rollout(
     The random stream of a sample is a function of (seed, turn, problem, index in the group, position) alone; a problem
     that stands in the batch twice gets a second stream. Raises ValueError for a group without members.
     """
-    episodes, start_seconds = _start(builders)
+    episodes: list[Playing] = []
     streams = group_streams([builder.problem_index for builder in builders])
     samplers: dict[str | None, Sampler] = {name: client for name, client in (players or {}).items()}  # noqa: C416
     samplers[None] = sampler
     counters: Counter[str] = Counter()
-    sample_seconds, score_seconds = 0.0, start_seconds
-    turn = 0
+    sample_seconds, turn = 0.0, 0
     try:
+        score_seconds = _start(builders, episodes)
         live = [e for e in episodes if e.error is None]
         while live := [e for e in live if _goes_on(e, builders[e.group], params, samplers)]:
             for episode in live:
@@ -117,10 +117,9 @@ def _goes_on(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams,
     return seated(episode, builder, samplers) and fits(episode, builder, params, samplers[episode.player].info["max_context"])
 
 
-def _start(builders: Sequence[EnvGroupBuilder]) -> tuple[list[Playing], float]:
-    """All episodes, each with its first observation or what went wrong with it; and the seconds that took."""
+def _start(builders: Sequence[EnvGroupBuilder], episodes: list[Playing]) -> float:
+    """Append all episodes, each with its first observation or its error. Return the seconds that took."""
     begin = time.perf_counter()
-    episodes = []
     for g, builder in enumerate(builders):
         envs = builder.make_envs()
         if not envs:
@@ -132,7 +131,7 @@ def _start(builders: Sequence[EnvGroupBuilder]) -> tuple[list[Playing], float]:
             episode.observation, episode.stop = first if isinstance(first, tuple) else first.result()
         except EpisodeFailed as failed:
             episode.error = str(failed)
-    return episodes, time.perf_counter() - begin
+    return time.perf_counter() - begin
 
 
 def group_streams(problem_indices: Sequence[int]) -> list[int]:
