@@ -48,13 +48,15 @@ ALLOWED: dict[str, dict[str, str]] = {
         "players_temperature": "greedy", "desirable_weight": "bad answers alone", "undesirable_weight": "good answers alone",
         "reward_discount": "each turn its own reward alone", "kl_discount": "each token its own KL alone",
         "gamma": "the next reward alone", "gae_lambda": "one-step advantages", "alpha": "cross-entropy alone",
-        "rewards": "a reward that is only measured", "min_reward": "a reward like any other",
+        "rewards": "a reward that is only measured", "reward_models": "a judge that is only measured",
+        "min_reward": "a reward like any other",
         "kept_logits_gib": "nothing is kept: all is worked out again",
     },
     "-1": {
         "seed": "a seed like any other",
         "top_k": "no truncation, the default",
         "reward_threshold": "rewards may be negative", "other_reward_weight": "a price on what the reward says", "rewards": "a price",
+        "reward_models": "a price",
         "min_reward": "rewards may be negative",
     },
     "1e-320": {  # what float64 can hold and float32 cannot: harmless where it only scales, compares or adds on the CPU in float64
@@ -63,7 +65,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("curriculum_up", "curriculum_down", "overlong_share", "overlong_penalty", "cut_off_penalty", "kl_coef", "kl_target", "kl_rate",
              "other_reward_weight", "entropy_coef", "value_coef", "centre_coef", "cql_coef", "reward_threshold", "reward_discount",
-             "kl_discount", "gamma", "gae_lambda", "alpha", "rewards", "beta", "label_smoothing", "weight_decay", "beta1", "beta2",
+             "kl_discount", "gamma", "gae_lambda", "alpha", "rewards", "reward_models", "beta", "label_smoothing", "weight_decay",
+             "beta1", "beta2",
              "top_fraction", "correction_low", "desirable_weight", "undesirable_weight",
              "learning_rate", "critic_learning_rate", "lora_alpha", "reward_scale", "reward_clip", "clip", "clip_low", "value_clip",
              "kept_logits_gib", "min_reward", "target_kl", "truncated_is", "expectile", "grad_clip_norm",
@@ -99,7 +102,7 @@ ONCE = list({(owner, name): (method, name, owner, annotation) for method, name, 
 
 def words(name: str, annotation: str, value: str) -> list[str]:
     """How such a value is written on the line."""
-    return ["gsm8k", value] if name == "rewards" else [value]
+    return ["gsm8k", value] if name in ("rewards", "reward_models") else [value]
 
 
 def test_the_population_is_all_there_is() -> None:
@@ -156,7 +159,7 @@ def test_every_number_refuses_it_in_python(value: Any) -> None:
         seen.add((owner, name))
         given: Any = value
         if "tuple" in annotation:
-            given = (("gsm8k", value),) if name == "rewards" else (value,)
+            given = (("gsm8k", value),) if name in ("rewards", "reward_models") else (value,)
         allowed = next((why for text, names in ALLOWED.items() if str(value) == text for n, why in names.items() if n == name), None)
         try:
             owner(**{name: given})

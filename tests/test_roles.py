@@ -28,6 +28,7 @@ from rl.run import conclusion
 from rl.run.device_side import worker_settings
 from rl.run.plan import show
 from rl.settings import RunSettings, parse
+from rl.types import SamplingParams
 
 CASE = str(REPO / "tests" / "roles_case.py")
 LINE = (
@@ -229,7 +230,7 @@ def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
     near.pop()[2].set_result(replace(staged(), model_id=3))
     while not counter.empty():
         counter.next()
-    request = SimpleNamespace(params=SimpleNamespace(temperature=0.7, top_k=-1, top_p=1.0))
+    request = SimpleNamespace(params=SamplingParams(temperature=0.7))
     for _ in range(3):
         put(far, "sample", 5, [request, request])
     assert [(verb, arguments[:2]) for verb, arguments, _ in near] == [("note_drawn", (3, 7))]

@@ -66,7 +66,7 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
     rng = np.random.default_rng(3)
     for _ in range(50):
         rows, nothing = Rows(), dict(max_tokens=[99], stop_row=[0], has_strings=[False], temperature=[1.0])
-        nothing |= dict(top_k=[-1], top_p=[1.0], untruncated_logprobs=[False])
+        nothing |= dict(top_k=[-1], top_p=[1.0], min_p=[0.0], min_tokens=[0], biased=[False], untruncated_logprobs=[False])
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
             rows.enter([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
         for _ in range(12):

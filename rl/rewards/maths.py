@@ -22,14 +22,21 @@ _BOXED = ("\\boxed", "\\fbox")
 _BARE = re.compile(r"\\(?:boxed|fbox) *([^\s{}$\\.,;]+)")  # \boxed 5, \boxed5: so some of MATH's solutions have it
 _NUMBER = re.compile(r"(?<![\w)}.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")  # no sign after an operand: x-1
 _MAX_NUMBER = 300  # characters of an answer that is read as one number
-_NOT_BEFORE = re.compile(r"[\\^_+*/|!<>{}\[\]-]|\w\s*\($|\b(?:minus|negative|sqrt|log|ln|sin|cos|tan|or|and)\b", re.IGNORECASE)
-_NOT_AFTER = re.compile(r"\(|\s*[*^_!+|\\{}\[<>]|\s*/\s*[^a-zA-Z\s]|\s*-\s*[^a-zA-Z\s]|.*\s(?:or|and)\s+\S*$")
+# A formula anywhere before the number, or an operator, a function or "and" right before it.
+_NOT_BEFORE = re.compile(
+    r"[\\^*+|]|[_!/<>-]\s*[({]*\s*$|\b[a-zA-Z]\($"
+    r"|\b(?:minus|negative|sqrt|log|ln|sin|cos|tan|or|and)\s*[({]*\s*$", re.IGNORECASE,
+)  # fmt: skip
+_NOT_AFTER = re.compile(r"\(|\s*[*^_!+|\\{}\[<>]|\s*/\s*[^a-zA-Z\s]|\s*-\s*[^a-zA-Z\s]|\s+(?:or|and)\s+\S*$")
+_EMPHASIS = re.compile(r"(\*\*|__|\*|`)([^*_`]+)\1")  # Markdown's
 _UNIT_LETTERS = "mgshlLFC"
 _NOT_UNITS = {"pi", "sin", "cos", "tan", "log", "ln", "sqrt", "factorial", "mod", "times", "plus", "minus",
               "hundred", "thousand", "million", "billion", "trillion", "dozen"}  # fmt: skip
+# A formula in dollar signs has space on both its sides or on none, unlike what stands between two prices.
 _UNMARKED = re.compile(
-    r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|answer(?: is|:)\s*:?\s*([^\n]{1,200}?)\s*(?:\.\s|\.?$|\n)", re.DOTALL | re.IGNORECASE
-)
+    r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
+    r"|answer(?: is|:)\s*:?\s*([^\n]{1,200}?)\s*(?:\.\s|\.?$|\n)", re.DOTALL | re.IGNORECASE,
+)  # fmt: skip
 _LAST_NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d+)?\s?(?:\\?%|°)?")
 _HASHES = re.compile(r"(?<!#)####(?!#)")  # GSM8K's mark; a longer run of # is a rule or noise
 _MAX_TAIL = 500  # characters of a response without a marked answer that are searched: parsing is slow and grows with length
@@ -79,9 +86,12 @@ def parse_number(text: str) -> str | None:
     """
     if len(text) > _MAX_NUMBER:
         return None
+    text = text.strip()
+    if (emphasized := _EMPHASIS.fullmatch(text)) is not None:
+        text = emphasized.group(2)
     *members, text = re.sub(r"\\approx|≈", "=", spell(text)).split("=")
     text = re.sub(TEXT, r" \1 ", text).replace("°", " ").replace("%", " ").replace("$", "").strip().rstrip(".,")
-    while text[:1] + text[-1:] in ("{}", "()"):
+    while text[:1] + text[-1:] in ("{}", "()", "[]"):
         text = text[1:-1].strip()
     try:
         value = exact_number(text) if SCIENTIFIC.fullmatch(re.sub(r"\s", "", text)) else None
@@ -157,6 +167,8 @@ def math_correctness(prompt: str, response: str, meta: Mapping[str, Any] | None 
     if answer is not None:
         try:
             correct = float(answers_equal(answer, marked_answer(expected) or expected))
+        except ImportError:
+            raise
         except Exception:  # boundary: what a text breaks in the parser or in sympy is a wrong answer
             gave_up = 1.0
     return RewardResult(correct, {"correct": correct, "format": float(marked is not None), "gave_up": gave_up})
