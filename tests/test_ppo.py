@@ -18,6 +18,7 @@ from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.methods.base import Models, Progress
 from rl.methods.ppo import Ppo
 from rl.methods.ppo_settings import PpoOptions, PpoSettings
+from rl.methods.tally import Tally
 from rl.run.hosts import StageHosts, make_policy
 from rl.run.stage import Stage
 from rl.seeds import derive_seed
@@ -185,6 +186,27 @@ def test_credit_by_walking_the_episodes(truncated, kl):
     np.testing.assert_allclose(fields["returns"][masks], np.add(advantages, values), atol=1e-5)
     assert not any(field[~masks].any() for field in fields.values())
     assert all(("ref_logprobs" in d.loss_fn_inputs) == (kl == {"kl_in": "loss"}) for d in datums)
+
+
+@pytest.mark.parametrize("truncated", ["bootstrap", "end"])
+def test_credit_follows_the_turns_of_two_conversations(truncated):
+    """The third turn goes on with the first conversation, so the first datum holds turns 0 and 2 and the second turn 1."""
+    trajectory = episode([([1, 2], [3, 4]), ([6, 7], [5, 9, 3]), ([1, 2, 3, 4, 9], [8, 2])], [0.5, -1.0, 2.0], stop="length")
+    method = Ppo(settings(ppo={"truncated": truncated}))
+    datums = method.credit([TrajectoryGroup([trajectory], [0.25], [{}])], Models(Values(), {"reference": Reference()}))
+    advantages, values = expected(trajectory, 0.25, 0.3, truncated == "bootstrap")
+    order = [0, 1, 5, 6, 2, 3, 4]
+    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    for name, wanted in (("advantages", advantages), ("values_old", values), ("returns", np.add(advantages, values))):
+        found = np.concatenate([d.loss_fn_inputs[name].array for d in datums])[masks]
+        np.testing.assert_allclose(found, np.array(wanted)[order], atol=1e-5, err_msg=name)
+
+
+def test_a_minibatch_that_a_correction_leaves_empty_adds_nothing_to_the_means():
+    tally = Tally()
+    tally.add("", {"loss:sum": 6.0, "policy_loss:sum": 6.0}, {"grad_norm": 1.0}, 3)
+    tally.add("", {"loss:sum": 0.0, "policy_loss:sum": 0.0}, {"grad_norm": 0.0}, 0)
+    assert tally.summary()["optim/policy_loss"] == tally.summary()["optim/loss"] == 2.0
 
 
 def test_normalised_advantages_have_mean_0_and_std_1_over_actions():

@@ -3,7 +3,7 @@
 from rl.episodes.admission import Admission
 from rl.episodes.clock import Clock, Replayed
 from rl.episodes.continuous import continuous_rollout
-from rl.episodes.datums import action_tokens, check_datum, checked_ids, supervised_datum, trajectory_to_datums
+from rl.episodes.datums import action_tokens, check_datum, checked_ids, datums_with_turns, supervised_datum, trajectory_to_datums
 from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory, TrajectoryGroup, Transition, has_signal
 from rl.episodes.flow import Flow, Seat
 from rl.episodes.in_flight import flow_state, restore
@@ -20,6 +20,7 @@ __all__ = [
     "Seat",
     "Waiters",
     "continuous_rollout",
+    "datums_with_turns",
     "flow_state",
     "has_signal",
     "restore",

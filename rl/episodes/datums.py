@@ -25,6 +25,7 @@ class _Sequence:
         self.beyond = False
         self.experts: list[np.ndarray] = []  # of the tokens so far, in parts; none where they were not noted
         self.images: list[PlacedImage] = []
+        self.turns: list[int] = []  # whose actions it holds
 
     def note(self, experts: np.ndarray | None) -> None:
         """Those of a turn: of its prompt and answer but for the last token. Each token keeps those of the turn that read it first."""
@@ -84,12 +85,17 @@ def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
     Each datum says which share of the episode's action tokens it holds: what counts sequences counts episodes by it.
     Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
     """
+    return datums_with_turns(trajectory)[0]
+
+
+def datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
+    """Return the datums of `trajectory_to_datums`, and for each the turns (counted from 0) whose actions it holds, in order."""
     advantage = trajectory.advantage
     if not trajectory.transitions or advantage is None:
         raise ValueError("a trajectory without transitions, or one that was not credited (advantage is None), makes no datum")
     advantages_N = trajectory.advantages_N or [advantage] * len(trajectory.transitions)
     sequences: list[_Sequence] = []
-    for transition, own in zip(trajectory.transitions, advantages_N, strict=True):
+    for turn, (transition, own) in enumerate(zip(trajectory.transitions, advantages_N, strict=True)):
         observation, images, action = transition.ob.flat(), transition.ob.placed(), transition.ac
         continued = [one for one in sequences if one.is_continued(observation, images, action)]
         if continued:
@@ -105,12 +111,13 @@ def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
             raise ValueError(f"an action of {len(action.tokens)} tokens needs as many logprobs, got {have}")
         sequence.act(action.tokens, action.logprobs, own, action.versions or [action.version or 0] * len(action.tokens))
         sequence.note(action.experts)
+        sequence.turns.append(turn)
     datums = [sequence.datum() for sequence in sequences]
     if len(datums) > 1:
         tokens = [action_tokens([datum]) for datum in datums]
         for datum, count in zip(datums, tokens, strict=True):
             datum.episode_share = count / sum(tokens) if any(tokens) else 1 / len(datums)
-    return datums
+    return datums, [sequence.turns for sequence in sequences]
 
 
 def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[float]) -> Datum:

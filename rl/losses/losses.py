@@ -309,8 +309,8 @@ LOSSES: dict[str, LossSpec] = {
     "dro": _policy_gradient(dro, needs_advantages=False, fused_kind="dro", config=("beta",), masked=True),
     "gspo": _policy_gradient(gspo, needs_advantages=True, fused_kind="gspo", fields=_CLIP, config=_CLIP, masked=True),
     "value": LossSpec(
-        value, ("target_tokens", "returns"), (*MASKS, "values_old", "advantages", "logprobs", "ref_logprobs"), ("value_clip",),
-        masked=True, values=True, logprobs=False,
+        value, ("target_tokens", "returns"), ("advantages", "logprobs", *(name for name in TERM_FIELDS if name != "returns")),
+        ("value_clip",), masked=True, values=True, logprobs=False,
     ),
     "dpo": LossSpec(pair_losses.dpo, *_PAIR, ("beta", "label_smoothing", "length_normalise"), group=2, unit="group"),
     "ipo": LossSpec(pair_losses.ipo, *_PAIR, ("beta", "length_normalise"), group=2, unit="group"),

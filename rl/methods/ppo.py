@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl.credit import AdaptiveKL, RewardShaper, gaps, kl_metrics, token_advantages
-from rl.episodes import Trajectory, TrajectoryGroup, action_tokens, trajectory_to_datums
+from rl.episodes import Trajectory, TrajectoryGroup, action_tokens, datums_with_turns
 from rl.judges import FrozenScorer, check_vocabulary, full_input
 from rl.methods.base import Hosts, Models, Progress
 from rl.methods.episode import EpisodeTokens
@@ -84,18 +84,19 @@ class Ppo:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
         rewards_I_N = [steps for rewards_G_N in self.shaper.steps(groups) for steps in rewards_G_N]
         parts_I = [_datums(trajectory) for trajectory in trajectories]
-        flat = [datum for parts in parts_I for datum in parts]
+        flat = [datum for parts, _ in parts_I for datum in parts]
         whole = [full_input(datum) for datum in flat]
         values_D = iter((models.critic or models.policy).compute_values(whole).result())
         fields, charges = self._reference(flat, models)
         charges_D = iter(charges)
         credited: list[Datum] = []
-        for trajectory, parts, rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
-            episode = EpisodeTokens(parts, [len(turn.ac.tokens) for turn in trajectory.transitions])
+        for trajectory, (parts, turns_D), rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
+            episode = EpisodeTokens(parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions])
             own_values = [next(values_D) for _ in parts]
             rewards = episode.rewards(rewards_N) - episode.actions([next(charges_D) for _ in parts])
             values = episode.actions(own_values)
-            bootstrap = float(own_values[-1][-1]) if how.truncated == "bootstrap" and _is_cut_off(trajectory) else 0.0
+            goes_on = how.truncated == "bootstrap" and _is_cut_off(trajectory)
+            bootstrap = float(own_values[episode.last_part][-1]) if goes_on else 0.0
             advantages = token_advantages(rewards, values, gamma=how.gamma, lam=how.gae_lambda, bootstrap=bootstrap)
             trajectory.advantage = float(advantages.mean())
             credited += episode.datums(advantages=advantages, returns=advantages + values, values_old=values)
@@ -149,8 +150,8 @@ class Ppo:
 
     def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally) -> ForwardBackwardOutput:
         """One minibatch: an optimizer step of the policy, and one of the critic; at learning rate 0 where no action is left."""
-        how, size = self.settings.ppo, divisor(part, "tokens")
-        if not action_tokens(part):
+        how, size, tokens = self.settings.ppo, divisor(part, "tokens"), action_tokens(part)
+        if not tokens:
             params = replace(params, learning_rate=0.0)
             tally.metrics["optim/skipped_no_signal"] = tally.metrics.get("optim/skipped_no_signal", 0.0) + 1
         forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
@@ -161,9 +162,9 @@ class Ppo:
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
             value = models.critic.forward_backward(part, "value", config, divisor=size)
             step = models.critic.optim_step(replace(params, learning_rate=params.learning_rate * ratio))
-            tally.add("critic_", value.result().metrics, step.result().metrics or {}, size)
+            tally.add("critic_", value.result().metrics, step.result().metrics or {}, tokens)
         output = forward.result()
-        tally.add("", output.metrics, update.result().metrics or {}, size)
+        tally.add("", output.metrics, update.result().metrics or {}, tokens)
         return output
 
     def _config(self, models: Models) -> dict[str, Any]:
@@ -188,9 +189,9 @@ class Ppo:
         self.shaper.load_state(state["reward_statistics"])
 
 
-def _datums(trajectory: Trajectory) -> list[Datum]:
+def _datums(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
     trajectory.advantage, trajectory.advantages_N = 0.0, None  # not known yet
-    return trajectory_to_datums(trajectory)
+    return datums_with_turns(trajectory)
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:
