@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 import tracemalloc
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -162,3 +163,29 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
         for seq in range(len(taken) + 2, 16):  # nobody ever asks for these: the oldest make room for the newest
             assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
         assert one.promises.held <= 240_000
+
+
+def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
+    """The owner cancels at the worst moment: when the answer is about to be there."""
+
+    class Late(Future):
+        def set_result(self, result):
+            promise.done.cancel()
+            super().set_result(result)
+
+    promises = Promises(3600.0)
+    promise = promises.add(Promise("1", "me", "sample", tenant="me", ready=Late()))
+    promise.done.set_result({"fine": 1})
+    assert promises.find("1", "me").answer.body == b'{"fine":1}'
+
+
+def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
+    promises, scans = Promises(3600.0, 0.0, held_bytes=100), []
+    look = promises._late
+    monkeypatch.setattr(promises, "_late", lambda: scans.append(1) or look())
+    for number in range(3):
+        promises.check_room("me", 20)
+        promises.add(Promise(str(number), "me", "sample", tenant="me", size=20)).done.set_result("x" * 28)  # 30 bytes with its quotes
+    assert promises.held == 90 and not scans
+    promises.check_room("me", 50)
+    assert len(scans) == 1 and promises.held == 30 and promises.find("2", "me"), "the two oldest went"
