@@ -126,7 +126,7 @@ class Tenants:
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(UserError(f"{model.model_id} could not be made: {error}"))
             raise
-        return {"model_id": model.model_id, "type": "create_model"}
+        return model.answer
 
     def client_of(self, model: Model) -> TrainingClient:
         """The model's client, read back where it was written out."""
@@ -202,7 +202,7 @@ class Tenants:
                 self.let_go(model)
         for sampler in [one for one in list(self.book.samplers.values()) if one.session == session_id]:
             sampler.client = None
-            del self.book.samplers[sampler.sampler_id]
+            self.book.samplers.pop(sampler.sampler_id, None)
 
     def _drop_half(self, model: Model, why: str) -> None:
         if model.client is not None and model.gradient:
@@ -313,9 +313,9 @@ class Tenants:
 
     def _forget_samplers(self) -> None:
         held = sorted((one for one in list(self.book.samplers.values()) if one.client is not None), key=lambda one: one.used)
-        tenants = {sampler.sampler_id: tenant_of(sampler) for sampler in held}
+        by_id, tenants = {one.sampler_id: one for one in held}, {one.sampler_id: tenant_of(one) for one in held}
         for name in surplus(tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory):
-            self.book.samplers[name].client = None
+            by_id[name].client = None
 
     def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
         """A resolver of the desk: a sampling session's id, or a tinker:// path."""
