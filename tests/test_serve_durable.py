@@ -11,6 +11,7 @@ import pytest
 from serving import BASE, Wire, server
 from test_crash_safety import faulty_disk  # noqa: F401  (a fixture)
 from test_run import environment
+from test_serve import texts
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -67,3 +68,25 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
             assert answer["category"] == "server" and files() == before, (call, answer, files())
         assert not one.book.models
         wires.model(7)
+
+
+def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
+    """A disk that is full while weights are loaded: the update after it is refused, not done on nothing."""
+    with server(tmp_path, durable=True) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        wires.output(wires.ask(model, 2, texts()))
+
+        def full(model):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.tenants, "write_out", full)
+            undone = wires.wait(wires.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True))
+        assert "undone" in undone["error"]
+        refused = wires.wait(wires.step(model, 4))
+        assert "load_weights was undone" in refused.get("error", ""), refused
+        wires.output(wires.ask(model, 5, texts()))
+        assert "skipped" not in wires.wait(wires.step(model, 6))["metrics"]

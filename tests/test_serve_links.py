@@ -11,6 +11,7 @@ from serving import Wire, server
 from starlette.testclient import TestClient
 from test_serve import KEYS
 
+from rl.ranks import checkpoint
 from rl.serve.app import JsonLines
 
 
@@ -79,3 +80,20 @@ def test_no_link_stands_in_the_log(saved, caplog):
     lines = [JsonLines().format(record) for record in caplog.records]
     assert sum("/api/v1/files/" in line for line in lines) >= 3, lines
     assert not [line for line in lines if sign in line or sign[:16] in line]
+
+
+def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
+    """A checkpoint goes between the look at its folder and the first byte: 404, no half of an answer."""
+    one, wires, model = saved
+    path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="soon-gone"))["path"]
+    link = archive(wires, model, "weights/soon-gone").headers["location"]
+    look = one.book.folder_of
+
+    def then_gone(*arguments, **named):
+        found = look(*arguments, **named)
+        checkpoint.remove(found[1])
+        return found
+
+    monkeypatch.setattr(one.book, "folder_of", then_gone)
+    answer = wires.http.get(link)
+    assert answer.status_code == 404 and path in answer.text

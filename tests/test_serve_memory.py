@@ -4,14 +4,16 @@ import gc
 import logging
 import time
 import tracemalloc
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from serving import Wire, held, server
+from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 from test_serve_gone import until
 
-from rl.serve import wire
+from rl.serve import book, shares, tenants, wire
+from rl.serve.book import Sampler
 from rl.serve.promises import Promise, Promises
 from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
 
@@ -162,3 +164,87 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
         for seq in range(len(taken) + 2, 16):  # nobody ever asks for these: the oldest make room for the newest
             assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
         assert one.promises.held <= 240_000
+
+
+def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
+    """The owner cancels at the worst moment: when the answer is about to be there."""
+
+    class Late(Future):
+        def set_result(self, result):
+            promise.done.cancel()
+            super().set_result(result)
+
+    promises = Promises(3600.0)
+    promise = promises.add(Promise("1", "me", "sample", tenant="me", ready=Late()))
+    promise.done.set_result({"fine": 1})
+    assert promises.find("1", "me").answer.body == b'{"fine":1}'
+
+
+def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
+    promises, scans = Promises(3600.0, 0.0, held_bytes=100), []
+    look = promises._late
+    monkeypatch.setattr(promises, "_late", lambda: scans.append(1) or look())
+    for number in range(3):
+        promises.check_room("me", 20)
+        promises.add(Promise(str(number), "me", "sample", tenant="me", size=20)).done.set_result("x" * 28)  # 30 bytes with its quotes
+    assert promises.held == 90 and not scans
+    promises.check_room("me", 50)
+    assert len(scans) == 1 and promises.held == 30 and promises.find("2", "me"), "the two oldest went"
+
+
+def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
+    """The same request gets the same answer, from this server and from the next; another one under its number is refused."""
+    bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
+    with server(tmp_path, told_seconds=0.05, durable=True) as one:
+        wires = Wire(one)
+        wires.open()
+        made = wires.model()
+        wires.ask(made, 1, texts())
+        wires.wait(wires.step(made, 2))
+        bodies[1]["path"] = wires.wait(wires.post("save_weights", model_id=made, seq_id=3, path="a"))["path"]
+        calls = [(verb, {"session_id": wires.session, "model_seq_id": seq, **bodies[seq]})
+                 for seq, verb in enumerate(("create_model", "load_weights"))]  # fmt: skip
+        wires.wait(wires.post("load_weights", **calls[1][1]))
+        trained = wires.output(wires.ask(made, 4, texts(), forward_only=True))
+        answers = [{"model_id": made, "type": "create_model"},
+                   {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"], "type": "load_weights"}]  # fmt: skip
+        one.book.models[made].written = False  # as with no --durable
+
+        def again(wires, served):
+            for (verb, body), answer in zip(calls, answers, strict=True):
+                time.sleep(0.1)
+                served.look()
+                assert f"{answer['model_id']}:0" not in served.promises._all
+                wires.post(verb, 400, **{**body, "user_metadata": {"other": "words"}})
+                assert wires.wait(wires.post(verb, **body)) == answer
+
+        again(wires, one)
+        after = wires.output(wires.ask(made, 5, texts(), forward_only=True))
+        np.testing.assert_array_equal(np.concatenate(trained[0]), np.concatenate(after[0]))
+    with server(tmp_path, told_seconds=0.05, durable=True, resume=True) as one:
+        next_one = Wire(one)
+        next_one.session = wires.session
+        again(next_one, one)
+
+
+def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeypatch):
+    """One thread takes away what the other has just chosen to forget."""
+    with server(tmp_path, samplers=1, samplers_in_memory=1) as one:
+        base, chosen = one.desk.settings.bases[0], []
+
+        def surplus(holders, oldest_first, count):
+            names = shares.surplus(holders, oldest_first, count)
+            chosen.extend(names)
+            for name in names:
+                one.book.samplers.pop(name, None)
+            return names
+
+        for module in (book, tenants):
+            monkeypatch.setattr(module, "surplus", surplus)
+        first, second = (Sampler(name, "local", "s", base, client=object()) for name in "ab")
+        one.book.add_sampler(first)
+        one.book.add_sampler(second)
+        assert chosen == ["a"] and list(one.book.samplers) == ["b"]
+        one.book.samplers["a"] = first
+        one.tenants._forget_samplers()
+        assert len(chosen) == 2 and sum(sampler.client is None for sampler in (first, second)) == 1

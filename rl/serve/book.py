@@ -73,6 +73,8 @@ class Model:
     gap_since: float | None = None  # since when a number is missing that an earlier server may have taken
     resumed: bool = False
     lora_rank: int | None = None
+    digest: str = ""  # of the body that it was made for (empty: an earlier version made it)
+    answer: dict[str, Any] = field(default_factory=dict)  # to that
     used: float = field(default_factory=time.monotonic)
     last_request: float = field(default_factory=time.time)
 
@@ -180,8 +182,9 @@ class Book:
             by_use = sorted(list(self.samplers.values()), key=lambda one: one.used)
             holders = {one.sampler_id: tenant_of(one) for one in by_use}
             for sampler_id in surplus(holders, list(holders), count):
-                if sampler_id != sampler.sampler_id:
-                    self.samplers.pop(sampler_id).client = None
+                gone = self.samplers.pop(sampler_id, None) if sampler_id != sampler.sampler_id else None
+                if gone is not None:  # another thread may have been first
+                    gone.client = None
         return sampler
 
     def models_of(self, owner: str) -> list[Model]:
@@ -248,7 +251,8 @@ class Book:
             return  # a base that is not served now: its paths come back with it
         model_id = f"{session.session_id}:train:{folder.name.removeprefix('train-')}"
         model = Model(model_id, session.owner, session.session_id, folder, base, noted["user_metadata"], lora_rank=noted["lora_rank"])
-        model.resumed = True
+        model.resumed, model.digest = True, noted.get("digest", "")
+        model.answer = noted.get("answer", {"model_id": model_id, "type": "create_model"})
         checkpoint.bring_back(model.live)
         checkpoint.remove_leftovers(folder)
         if (model.live / checkpoint.MANIFEST).is_file():
@@ -261,7 +265,7 @@ class Book:
     def keep_model(model: Model) -> None:
         """Writes what a model is, so that its paths are known to a later server."""
         noted = {"base": model.base.name, "user_metadata": model.user_metadata, "lora_rank": model.lora_rank}
-        write_whole(model.folder / "model.json", noted)
+        write_whole(model.folder / "model.json", {**noted, "digest": model.digest, "answer": model.answer})
 
     def forget_model(self, model: Model, with_files: bool) -> None:
         """Remove a model that could not be made. `with_files`: its folder too."""

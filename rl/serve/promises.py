@@ -85,13 +85,12 @@ class Promises:
 
     def check_room(self, tenant: str, size: int) -> None:
         """Raise Refused (429) if a request of `size` bytes exceeds the bytes that are held, or the tenant's part of them."""
-        late = self._late()
+        late: list[Promise] | None = None  # oldest last; a scan of everything, so only where it is needed
         while (refusal := self._refusal(tenant, size)) is not None:
-            mine = next((promise for promise in late if promise.tenant == tenant), None)
-            if mine is None:
+            late = [promise for promise in self._late() if promise.tenant == tenant][::-1] if late is None else late
+            if not late:
                 raise refusal
-            late.remove(mine)
-            self._forget(mine)
+            self._forget(late.pop())
 
     def _refusal(self, tenant: str, size: int) -> Refused | None:
         with self._lock:
@@ -120,8 +119,9 @@ class Promises:
             if promise.request_id in self._all:
                 self._held[promise.tenant] += len(answer.body) - promise.size
                 promise.size = len(answer.body)
-        promise.finished, promise.done = time.monotonic(), promise.ready
+        promise.finished = time.monotonic()
         promise.ready.set_result(answer)
+        promise.done = promise.ready  # only now: whoever cancels `done` must not meet a `ready` that is still open
 
     def find(self, request_id: str, owner: str) -> Promise:
         promise = self._all.get(request_id)

@@ -192,7 +192,12 @@ class Rest:
         _, folder = await asyncio.to_thread(self.book.folder_of, tinker_path, model.owner)
         if where["file"] == ARCHIVE:
             headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
-            return StreamingResponse(tar_of(folder), media_type="application/x-tar", headers=headers)
+            pieces = tar_of(folder)
+            try:
+                await asyncio.to_thread(next, pieces)
+            except OSError as error:  # somebody removed it in between
+                raise Refused(404, f"there is nothing at {tinker_path}") from error
+            return StreamingResponse(pieces, media_type="application/x-tar", headers=headers)
         file = (folder / where["file"]).resolve()
         if not file.is_file() or not file.is_relative_to(folder.resolve()):
             raise Refused(404, "there is no such file")
@@ -226,9 +231,12 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def tar_of(folder: Path) -> Iterator[bytes]:
-    """Yield a tar file of a folder, a piece at a time. No copy is written; its files are opened before the first piece is sent."""
+    """Yield a tar file of a folder, a piece at a time; no copy is written. With the first piece, an empty one, all files are open."""
     with contextlib.ExitStack() as stack:
         opened = [(file.relative_to(folder).as_posix(), stack.enter_context(file.open("rb"))) for file in files_of(folder)]
+        if checkpoint.MANIFEST not in dict(opened):
+            raise FileNotFoundError(folder)
+        yield b""
         for name, file in opened:
             info = tarfile.TarInfo(name)
             status = os.fstat(file.fileno())

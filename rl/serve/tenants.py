@@ -126,7 +126,7 @@ class Tenants:
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(UserError(f"{model.model_id} could not be made: {error}"))
             raise
-        return {"model_id": model.model_id, "type": "create_model"}
+        return model.answer
 
     def client_of(self, model: Model) -> TrainingClient:
         """The model's client, read back where it was written out."""
@@ -161,8 +161,8 @@ class Tenants:
         model.client.save_state(LIVE, overwrite=True, metadata=state, folder=model.folder).result()
         model.written = True
 
-    def commit(self, model: Model, what: str) -> None:
-        """With --durable: write a change of the model to the disk before it is answered, or undo it.
+    def commit(self, model: Model, what: str, gradient: bool = False) -> None:
+        """With --durable: write a change of the model to the disk before it is answered, or undo it. `gradient`: it ended one.
 
         Raises Refused (507) if writing failed. The model is then what lies in `live/`, the state before the change.
         """
@@ -180,6 +180,8 @@ class Tenants:
                 raise Refused(507, f"{what} was done, but the model could not be written ({type(error).__name__})") from error
             self.let_go(model)
             model.written, model.last = True, saved["last"]
+            if gradient:
+                model.lost = f"{what} was undone, and the gradient before it is gone: repeat the forward_backward of that step"
             text = f"the server could not write the model ({type(error).__name__}: its disk may be full), so {what} was undone"
             raise Refused(507, f"{text}: the weights and the optimizer are as before") from error
 
@@ -200,7 +202,7 @@ class Tenants:
                 self.let_go(model)
         for sampler in [one for one in list(self.book.samplers.values()) if one.session == session_id]:
             sampler.client = None
-            del self.book.samplers[sampler.sampler_id]
+            self.book.samplers.pop(sampler.sampler_id, None)
 
     def _drop_half(self, model: Model, why: str) -> None:
         if model.client is not None and model.gradient:
@@ -248,11 +250,7 @@ class Tenants:
         model.gradient, model.written = False, False
         result = {"metrics": client.optim_step(params).result().metrics, "type": "optim_step"}
         model.last = {"seq": model.ran, "result": result}
-        try:
-            self.commit(model, "optim_step")
-        except Refused:
-            model.lost = "the update before was undone, and its gradient with it: repeat the forward_backward of that step"
-            raise
+        self.commit(model, "optim_step", gradient=True)
         return result
 
     def save_state(self, model: Model, name: str, ttl: int | None, overwrite: bool, words: dict[str, str]) -> Steps:
@@ -290,8 +288,9 @@ class Tenants:
         client = self.client_of(model)
         model.written = False
         (client.load_state_with_optimizer if with_optimizer else client.load_state)(str(folder)).result()
+        gradient = model.gradient or bool(model.failed or model.lost)
         model.gradient, model.failed, model.lost = False, None, None
-        self.commit(model, "load_weights")
+        self.commit(model, "load_weights", gradient)
         return {"path": path, "model_id": model.model_id, "type": "load_weights"}
 
     # ----------------------------------------------------------------------------------------------------------- samplers
@@ -314,9 +313,9 @@ class Tenants:
 
     def _forget_samplers(self) -> None:
         held = sorted((one for one in list(self.book.samplers.values()) if one.client is not None), key=lambda one: one.used)
-        tenants = {sampler.sampler_id: tenant_of(sampler) for sampler in held}
+        by_id, tenants = {one.sampler_id: one for one in held}, {one.sampler_id: tenant_of(one) for one in held}
         for name in surplus(tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory):
-            self.book.samplers[name].client = None
+            by_id[name].client = None
 
     def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
         """A resolver of the desk: a sampling session's id, or a tinker:// path."""

@@ -119,9 +119,11 @@ class Tinker:
             service = self.desk.service
             return service.create_lora_training_client(base.where, rank, seed, **asked, tokenizer=base.tokenizer)
 
-        return self._created(session, body, base, lambda model: self.tenants.create(model, make), await request.body())
+        return self._created(session, body, base, make, await request.body(), {"type": "create_model"})
 
-    def _created(self, session: Session, body: Body, base: Any, work: Callable[[Model], Generator], raw: bytes) -> Response:
+    def _created(
+        self, session: Session, body: Body, base: Any, make: Callable[[], TrainingClient], raw: bytes, answer: dict[str, str]
+    ) -> Response:
         """A model under its number in its session, made once however often it is asked for."""
         seq = body.whole("model_seq_id")
         request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
@@ -129,14 +131,19 @@ class Tinker:
         if promise is None:
             tenant, model_id = self.desk.tenant(session.owner, session.session_id), f"{session.session_id}:train:{seq}"
             self.desk.turns.check_room(tenant)
-            if (known := self.book.models.get(model_id)) is not None and known.written:  # an earlier server made it
+            known = self.book.models.get(model_id)
+            if known is not None and known.digest and known.digest != digest.hex():
+                raise Refused(400, f"{model_id} was made for another request: a model_seq_id stands for one model of its session")
+            # there is nothing of what was in memory alone when an earlier server ended: it is made once more
+            if known is not None and (known.written or not known.resumed):
                 promise = Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant)
-                self.promises.add(settled(promise, {"model_id": model_id, "type": "create_model"}))
+                self.promises.add(settled(promise, known.answer))
                 return JsonAnswer({"request_id": request_id, "model_id": model_id})
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
+            model.digest, model.answer = digest.hex(), {"model_id": model_id, **answer}
             promise = Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant)
             self.promises.add(promise)
-            self.desk.submit(session.owner, model.model_id, "create_model", lambda: work(model), promise.done, tenant)
+            self.desk.submit(session.owner, model.model_id, "create_model", lambda: self.tenants.create(model, make), promise.done, tenant)
         return JsonAnswer({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
 
     async def unload_model(self, request: Request) -> Response:
@@ -285,11 +292,7 @@ class Tinker:
                 return service.create_training_client_from_state_with_optimizer(str(folder), base.where)
             return service.create_training_client_from_state(str(folder), base.where)
 
-        def create(model: Model) -> Generator[None, None, Any]:
-            made = yield from self.tenants.create(model, make)
-            return {**made, "path": path, "type": "load_weights"}
-
-        return self._created(session, body, base, create, await request.body())
+        return self._created(session, body, base, make, await request.body(), {"path": path, "type": "load_weights"})
 
     # --------------------------------------------------------------------------------------------------------- answers
 
