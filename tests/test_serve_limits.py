@@ -63,6 +63,7 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
                 assert status == 200 or "40 are the most of one request" in answer.json()["error"]["message"]
         one.app.open = 3
         assert wires.http.get("/api/v1/sessions").status_code == 503
+        assert wires.http.get("/healthz").status_code == 200
         one.app.open = 0
         assert wires.http.get("/api/v1/sessions").status_code == 200
         end_session(one.desk, one.tenants, one.book.sessions[wires.session], "done")

@@ -133,7 +133,8 @@ class Guard:
         if owner is None:
             await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(scope, receive, send)
             return
-        if (refused := self._refusal(owner)) is not None:
+        # A health check is answered however much is open.
+        if scope["path"] not in OPEN_PATHS and (refused := self._refusal(owner)) is not None:
             await refusal(refused.status, refused.message, refused.retry_after)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
