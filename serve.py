@@ -24,8 +24,8 @@ parser.add_argument("--sampler-tp", type=int, default=1, metavar="K",
                     help="under accelerate launch: so many processes of a machine hold the weights together (default 1)")  # fmt: skip
 parser.add_argument("--renderer", help="how chat is turned into tokens (default: the model's own chat template)")
 parser.add_argument("--stop-grace", type=float, default=60.0, metavar="SECONDS",
-                    help="from SIGTERM to the end, at most: what runs is finished, and models are written (default 60)")  # fmt: skip
-limits = parser.add_argument_group("limits", "each of several tenants has half of what the others leave")
+                    help="from SIGTERM to exit: running work gets a third, then models are written (default 60)")  # fmt: skip
+limits = parser.add_argument_group("limits", "with several tenants, each may hold at most half of what the others leave free")
 limits.add_argument("--body-bytes", type=int, help="of one request (default 256 MiB)")
 limits.add_argument("--header-seconds", type=float, help="for a request's line and headers to come (default 20)")
 limits.add_argument("--body-seconds", type=float, help="for its body to come, and 1 more for every 64 KiB (default 60)")
@@ -36,7 +36,7 @@ limits.add_argument("--tokens", type=int, help="of one request (default 4000000)
 limits.add_argument("--sessions", type=int, help="alive at once (default 256)")
 limits.add_argument("--models", type=int, help="training clients, in memory or written out (default 64)")
 limits.add_argument("--models-in-memory", type=int, help="the least recently used is written out and read back (default 8)")
-limits.add_argument("--samplers", type=int, help="sampling sessions; the oldest of whoever has most are forgotten (default 4096)")
+limits.add_argument("--samplers", type=int, help="sampling sessions; then the tenant with the most loses its oldest (default 4096)")
 limits.add_argument("--samplers-in-memory", type=int, help="sampling sessions whose weights are held (default 64)")
 limits.add_argument("--session-seconds", type=float, help="without a heartbeat until a session's memory is given back (default 900)")
 

@@ -73,7 +73,7 @@ class Far:
                 future.add_done_callback(lambda _: self._queue(verb, arguments, Future()))
                 self._sent.discard(arguments[0])
             elif verb == "load_state":
-                self._sent.discard(arguments[0])  # the samplers' decoders are made anew if the adapter's scale changes
+                self._sent.discard(arguments[0])  # the whole model is sent again: the adapter's scale may have changed
             elif verb in ("save_state", "save_for_sampler"):
                 self._saved_by[str(Path(arguments[1]).resolve())] = arguments[0]
             return False

@@ -136,11 +136,11 @@ def token_advantages(
 
 @dataclass(frozen=True)
 class Estimator:
-    """A way from rewards to advantages, and what settings and loops have to know of it.
+    """An advantage estimator and its properties.
 
     fn                of scope "group": rewards of one group -> advantages; of scope "batch": those of all groups [P][G]
     scope             whether an advantage depends on the answers of its own group alone, or on those of other groups too
-    compares_members  whether it tells the members of a group apart by each other: equal rewards then have no advantage
+    compares_members  whether advantages come only from differences within a group: equal rewards then give 0
     state_key         of one that remembers earlier batches: `fn` is its class, called with rewards [P][G] and keys [P], and a
                       checkpoint holds its `state` under this name
     """

@@ -41,7 +41,10 @@ def with_isolation(spec: EnvironmentSpec, how: str) -> EnvironmentSpec:
 
 
 def isolated(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same environment, its episodes in processes of their own. UserError for what no other process could find or read."""
+    """Return a copy of the spec that runs each episode in its own process.
+
+    Raises UserError if the class or a setting cannot be sent there.
+    """
     if spec.address is None:
         raise UserError(f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file")
     for name, value in spec.settings.items():

@@ -35,13 +35,13 @@ class PublishedRewardModel:
         episodes = [episode_of(trajectory) for group in groups for trajectory in group.trajectories_G]
         inputs = [tuple(self.renderer.build_conversation(episode.messages)) for episode in episodes]
         self._check_length(max(map(len, inputs), default=0))
-        unlike = list(dict.fromkeys(inputs))  # equal answers to one conversation are read once
+        distinct = list(dict.fromkeys(inputs))  # equal answers to one conversation are read once
         found: list[float] = []
-        for start in range(0, len(unlike), AT_ONCE):
-            found += self.client.compute_scores(unlike[start : start + AT_ONCE]).result()
+        for start in range(0, len(distinct), AT_ONCE):
+            found += self.client.compute_scores(distinct[start : start + AT_ONCE]).result()
         if not all(math.isfinite(score) for score in found):
             raise UserError(f"the reward model {self.name} gave {sum(not math.isfinite(s) for s in found)} scores that are not finite")
-        score_of = dict(zip(unlike, found, strict=True))
+        score_of = dict(zip(distinct, found, strict=True))
         scores = (score_of[tokens] for tokens in inputs)
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
 

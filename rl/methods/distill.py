@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Distill:
-    """The hooks of `distill`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `distill`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     reads = staticmethod(reads)
     needs_reward = False

@@ -87,7 +87,7 @@ class DpoSettings:
 
 
 class Dpo(EvaluatesRows):
-    """The hooks of `dpo`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `dpo`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = False
     headline = ACCURACY

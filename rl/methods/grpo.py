@@ -34,7 +34,7 @@ def adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
 
 
 class PolicyGradient:
-    """The hooks of `grpo` and `reinforce`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `grpo` and `reinforce`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = True
     variants = VARIANTS

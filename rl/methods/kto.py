@@ -79,7 +79,7 @@ class KtoSettings:
 
 
 class Kto(EvaluatesRows):
-    """The hooks of `kto`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `kto`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = False
     headline = "test/loss"

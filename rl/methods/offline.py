@@ -26,7 +26,7 @@ from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
 class Offline:
-    """The hooks of `offline`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `offline`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = False
     reads = staticmethod(lambda settings: ("answers",))

@@ -30,7 +30,7 @@ def _kl(settings: PpoSettings) -> AdaptiveKL:
 
 
 class Ppo:
-    """The hooks of `ppo`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `ppo`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = True
 

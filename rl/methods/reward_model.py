@@ -84,7 +84,7 @@ def has_value_head(settings: RewardModelSettings) -> bool:
 
 
 class BradleyTerry(EvaluatesRows):
-    """The hooks of `reward_model`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `reward_model`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = False
     headline = ACCURACY

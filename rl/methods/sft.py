@@ -61,7 +61,7 @@ class SftSettings:
 
 
 class Sft(EvaluatesRows):
-    """The hooks of `sft`, and what a run prepares for them; a class derived from it inherits both."""
+    """Method class of `sft`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
 
     online = False
     headline = LOSS

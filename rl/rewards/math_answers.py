@@ -29,7 +29,7 @@ _EMPTY = {r"\emptyset", r"\varnothing", r"\{\}", "∅"}
 
 
 def answers_equal(answer: str, expected: str) -> bool:
-    """Whether `answer` is `expected` as mathematics. Raises TooLarge if working it out could take without end."""
+    """Whether `answer` is `expected` as mathematics. Raises TooLarge if working it out may not end in reasonable time."""
     if compact(answer) == compact(expected):
         return True
     if len(answer) > MAX_CHARACTERS:

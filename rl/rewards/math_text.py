@@ -54,7 +54,7 @@ _TRAILING_WORDS = re.compile(r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})
 
 
 class TooLarge(Exception):
-    """An answer that is not worked out, because that could take without end."""
+    """An answer that is not worked out, because that may not end in reasonable time."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def formulas_equal(answer: str, expected: str) -> bool:
     """Whether two formulas in LaTeX are equal. A log without a base is decimal or natural, the same in both.
 
-    Raises TooLarge if working them out could take without end.
+    Raises TooLarge if working them out may not end in reasonable time.
     """
     if _equal(answer, expected):
         return True

@@ -158,7 +158,7 @@ def math_correctness(prompt: str, response: str, meta: Mapping[str, Any] | None 
     """1 where the answer equals meta["answer"] (or meta["expected_answer"]) as mathematics: 1/2 = 0.5 = \\frac{1}{2}.
 
     Read is the marked answer (\\boxed{} or "####"), else the last expression of the response. `format`: it was marked.
-    `gave_up`: 1 where working the answer out could take without end (9^{9^{9^9}}), which scores 0.
+    `gave_up`: 1 where working the answer out may not end in reasonable time (9^{9^{9^9}}), which scores 0.
     """
     expected = expected_answer(meta)
     marked = marked_answer(response)

@@ -16,7 +16,7 @@ from rl.run.beginnings import begins_after
 from rl.run.device_side import worker_settings
 from rl.run.held_out import HeldOut
 from rl.run.prepare import Prepared, found_out, reward_of
-from rl.run.trust import environment_address, lies_elsewhere, rewards_of
+from rl.run.trust import environment_address, is_outside_current_folder, rewards_of
 from rl.settings import Run
 
 
@@ -101,7 +101,7 @@ def _uses(at: At, folder: Path) -> list[str]:
     if last.method != "reward_model":
         # else evaluate.py would ask for a reward
         scored = at.stages[-1].environment is not None or reward_of(last.settings.data) is not None
-        trust = " --trust-run" if lies_elsewhere([*rewards_of(last.settings.data), *environment_address(last.settings)]) else ""
+        trust = " --trust-run" if is_outside_current_folder([*rewards_of(last.settings.data), *environment_address(last.settings)]) else ""
         return [f"python sample.py {where}", *([f"python evaluate.py {where}{trust}"] if scored else [])]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within

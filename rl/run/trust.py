@@ -51,7 +51,7 @@ def check_code(address: str, where: str) -> None:
         )
 
 
-def lies_elsewhere(addresses: list[str]) -> bool:
+def is_outside_current_folder(addresses: list[str]) -> bool:
     """Return whether the code at one of the addresses lies outside the current folder: `check_trusted` then needs --trust-run."""
     files = [source_of(address) for address in addresses]
     return any(file is not None and not file.is_relative_to(Path.cwd().resolve()) for file in files)

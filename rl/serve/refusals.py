@@ -39,7 +39,7 @@ def told(error: BaseException, what: str) -> tuple[str, Category]:
 
 
 def drop_traceback(error: BaseException | None) -> None:
-    """Free what the frames of an error and of its causes hold (a request's body, say): whoever keeps the error keeps its words."""
+    """Clear the tracebacks of an error and its causes, so that a stored error keeps no request body alive."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

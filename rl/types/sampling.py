@@ -20,7 +20,7 @@ class SamplingParams:
     `seed`: with the same seed (and weights) the same samples; members of a group still differ from each other.
     `untruncated_logprobs` (an extension): logprobs are those of the whole distribution at the temperature, whatever top_k and top_p
     cut off it before the draw; by default they are of what was drawn from, renormalised over what the cuts left.
-    Further extensions, each as vLLM has it, none of which training samples may have (`reshapes`):
+    Further extensions, as in vLLM; `reshapes` tells which of them change the distribution, and the learner refuses samples drawn so:
     `min_p`: only tokens of at least this share of the likeliest one's probability, before top_k and top_p. `logit_bias`: token ids and
     what is added to their logits, before the temperature. `min_tokens`: EOS and stop ids are not drawn before so many tokens.
     `ignore_eos`: EOS ends nothing; stops of one's own do. `untruncated_logprobs` leaves bias, `min_tokens` and `min_p` out as well.
